@@ -10,9 +10,9 @@ from engine.compute.cuda.draw_choice import choose_draws
 from engine.compute.cuda.graphs.recorder import CudaRecorder
 from engine.compute.cuda.graphs.step_graphs import GraphLimits, graph_bytes
 from engine.compute.loading.loader import LoadedModel
-from engine.compute.recurrent.recurrent_forward import MemorySizes
 from engine.compute.recurrent.recurrent_runner import RecurrentRunner
 from engine.compute.recurrent.slot_states import LEAST_KEPT_ROWS
+from engine.compute.recurrent.state_memory import MemorySizes
 from engine.compute.runner.model_runner import ForDrafts, ModelRunner
 from engine.compute.sampling.sampler import Sampler
 from engine.startup.build_speculation import foreseen_draft_tokens
@@ -37,22 +37,20 @@ class RunnerSizes(NamedTuple):
 def make_runner(loaded: LoadedModel, sampler: Sampler, sizes: RunnerSizes, for_drafts: ForDrafts) -> Runner:
     """The runner, not warmed up."""
     num_blocks, block_size, num_host_blocks = sizes[:3]
+    runner: ModelRunner | RecurrentRunner
     if loaded.keeps_state:
-        return RecurrentRunner(
-            loaded,
-            MemorySizes(
-                num_blocks,
-                block_size,
-                sizes.max_num_seqs,
-                max(LEAST_KEPT_ROWS, sizes.max_draft_tokens),
-                sizes.num_snapshots,
-                num_host_blocks,
-                sizes.num_host_states,
-            ),
-            sampler,
-            for_drafts,
+        memory = MemorySizes(
+            num_blocks,
+            block_size,
+            sizes.max_num_seqs,
+            max(LEAST_KEPT_ROWS, sizes.max_draft_tokens),
+            sizes.num_snapshots,
+            num_host_blocks,
+            sizes.num_host_states,
         )
-    runner = ModelRunner(loaded, num_blocks, block_size, sampler, num_host_blocks, for_drafts)
+        runner = RecurrentRunner(loaded, memory, sampler, for_drafts)
+    else:
+        runner = ModelRunner(loaded, num_blocks, block_size, sampler, num_host_blocks, for_drafts)
     if loaded.device.type != "cuda":
         return runner
     max_blocks = -(-loaded.max_model_len // block_size)
@@ -65,7 +63,7 @@ def make_runner(loaded: LoadedModel, sampler: Sampler, sizes: RunnerSizes, for_d
 
 def recorded_bytes(settings: Settings, loaded: LoadedModel, sizes: StepSizes) -> int:
     """About what the runner takes of the device's memory beside the K/V, before it is known what drafts."""
-    if loaded.device.type != "cuda" or loaded.keeps_state:
+    if loaded.device.type != "cuda":
         return 0
     num_drafts = foreseen_draft_tokens(settings)
     max_blocks = -(-loaded.max_model_len // sizes.kv_block_size)

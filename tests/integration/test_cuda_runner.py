@@ -218,7 +218,7 @@ def test_trees_are_judged_late_and_their_accepted_drafts_moved(
 
 def never_judged_while_launched(ahead: CudaRunner) -> None:
     """Have the runner fail where a launch would wait for what is drawn."""
-    ahead._runner.judge = failing(AssertionError("the launch waits"))  # type: ignore[assignment, method-assign]
+    ahead.parts.judge = failing(AssertionError("the launch waits"))  # type: ignore[assignment, method-assign]
 
 
 @pytest.mark.parametrize("verification", ["rejection", "block"])
@@ -346,7 +346,7 @@ def test_tokens_that_only_the_device_knows(asked: str, first_is_replayed: bool) 
     plain, ahead = make_plain(), make_ahead()
     fill_with_noise(plain, ahead)
     if not first_is_replayed:
-        plain.forward.backend = ahead._runner.forward.backend
+        plain.forward.backend = ahead.parts.forward.backend
         ahead.graphs._steps, kept = {}, ahead.graphs._steps
     first = with_sampling(decode(range(5), 12), **MIXED, **ASKING[asked])
     drawn = plain.run(first).rows.token_ids

@@ -39,6 +39,7 @@ from engine.compute.cuda.fused_model import (  # noqa: E402
     fuse_layers,
     with_fused_layers,
 )
+from engine.compute.cuda.state_scans import TritonScans  # noqa: E402
 from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
 from tests.support.interpreter import with_all_numbers  # noqa: E402
 
@@ -216,7 +217,7 @@ def test_a_model_of_fused_experts_is_the_model(family: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "num_experts"), HYBRIDS.items())
-def test_a_model_that_carries_state_keeps_its_layers_and_gets_fused_experts(
+def test_a_model_that_carries_state_keeps_its_layers_and_gets_fused_experts_and_scans(
     family: str, num_experts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recurrent_forward, "choose_backend", lambda _: backend())
@@ -224,10 +225,21 @@ def test_a_model_that_carries_state_keeps_its_layers_and_gets_fused_experts(
     before = packed_sample(forward_of(loaded))
     kinds = [type(layer) for layer in loaded.model.base_model.layers]
     fused = with_fused_layers(loaded, 4, lambda: pytest.fail("the kernels do not run"))
-    assert fused.kernels_used == f"for CUDA, experts of {num_experts} fused"
+    assert fused.kernels_used == f"for CUDA, states advanced, experts of {num_experts} fused"
+    assert type(fused.state_kernel) is TritonScans
     assert sum(isinstance(module, FusedExperts) for module in fused.model.modules()) == num_experts
     assert [type(layer) for layer in fused.model.base_model.layers] == kinds
     torch.testing.assert_close(packed_sample(forward_of(fused)), before, atol=1e-4, rtol=1e-4)
+
+
+def test_states_that_kernels_advance_otherwise_are_advanced_by_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(recurrent_forward, "choose_backend", lambda _: backend())
+    monkeypatch.setattr(TritonScans, "delta", lambda _, inputs, *__: torch.zeros_like(inputs.value))
+    loaded = as_loaded(tiny_model("qwen3_5_hybrid"))
+    fused = with_fused_layers(loaded, 4, lambda: pytest.fail("the kernels run"))
+    assert fused.state_kernel is None and "states are not advanced by kernels: logits differ" in caplog.text
 
 
 def test_a_layer_is_fused_around_its_mixture_or_its_mlp() -> None:

@@ -15,7 +15,8 @@ from engine.compute.loading.layer_probe import probe_layers
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.loading.support import Architecture, check_supported
 from engine.compute.recurrent.mixer_kinds import KINDS
-from engine.compute.recurrent.recurrent_forward import MemorySizes, RecurrentForward
+from engine.compute.recurrent.recurrent_forward import RecurrentForward
+from engine.compute.recurrent.state_memory import MemorySizes, StateMemory
 from engine.compute.runner.dummy_steps import Part
 from tests.matrix.reduced import causal_classes, reduced_config
 from tests.support.packed import random_tokens
@@ -99,7 +100,7 @@ def test_pieces_with_drafts_equal_the_whole(name: str, changes: Mapping[str, Any
     expected = [model(torch.tensor([tokens]), use_cache=False).logits[0] for tokens in sequences]
     assert CLASSES[name] in {type(module).__name__ for module in model.modules()}
     forward = RecurrentForward(loaded_from(model))
-    memory = forward.make_memory(MemorySizes(22 * len(LENGTHS), 4, len(LENGTHS), MAX_DRAFTS))
+    memory = StateMemory(forward, MemorySizes(22 * len(LENGTHS), 4, len(LENGTHS), MAX_DRAFTS))
     computed, cut = [0] * len(LENGTHS), 0
     while any(left := [len(tokens) - done for tokens, done in zip(sequences, computed, strict=True)]):
         parts, drafts, right = {}, [], {}

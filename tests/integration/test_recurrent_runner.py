@@ -14,8 +14,9 @@ import torch
 from config import ModelSettings
 from engine.compute.loading.loader import load_model
 from engine.compute.recurrent import mixer_kinds
-from engine.compute.recurrent.recurrent_forward import MemorySizes, RecurrentForward
+from engine.compute.recurrent.recurrent_forward import RecurrentForward
 from engine.compute.recurrent.slot_states import LayerSlots
+from engine.compute.recurrent.state_memory import MemorySizes, StateMemory
 from engine.compute.runner.dummy_steps import Part, plain_sampling
 from engine.compute.runner.model_runner import ForDrafts
 from engine.compute.runner.self_check import check_forward
@@ -64,7 +65,7 @@ def test_pieces_in_any_company_equal_the_whole(family: str) -> None:
     for _ in range(3):
         lengths = [90, 1, 23, 40, 7]
         sequences = {seat: random_tokens(rng, length) for seat, length in enumerate(lengths)}
-        memory = forward.make_memory(MemorySizes(num_blocks=23 * 5, block_size=4, num_slots=5))
+        memory = StateMemory(forward, MemorySizes(num_blocks=23 * 5, block_size=4, num_slots=5))
         steps = random_schedule(rng, lengths, max_chunk=70)
         for seat, logits in run_pieces(forward, memory, sequences, steps).items():
             expected = whole_logits(family, sequences[seat])
@@ -86,7 +87,7 @@ def test_every_earlier_token_shows_in_the_last_logits(family: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_family_passes_the_self_check(family: str, dtype: torch.dtype) -> None:
     runner = make_recurrent_runner(family, dtype)
-    check_forward(runner._forward)
+    check_forward(runner.forward)
     runner.warm_up()
     memory = (*runner.kv.tensors, *runner.states.rows.values(), *runner.states.state.values())
     assert not any(tensor.any() for tensor in memory)
@@ -96,8 +97,8 @@ def test_every_family_passes_the_self_check(family: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("max_model_len", [1, 5, 13])
 def test_the_check_keeps_to_the_models_context(max_model_len: int) -> None:
     runner = make_recurrent_runner("mamba2")
-    runner._forward.loaded = replace(runner._forward.loaded, max_model_len=max_model_len)
-    check_forward(runner._forward)
+    runner.forward.loaded = replace(runner.forward.loaded, max_model_len=max_model_len)
+    check_forward(runner.forward)
     runner.warm_up()
 
 
@@ -142,7 +143,7 @@ def test_a_broken_recurrence_is_refused_at_start(
     for name in names:
         monkeypatch.setattr(mixer_kinds, name, mutant(getattr(mixer_kinds, name)))
     with pytest.raises(UnsupportedModel, match=type(load_recurrent(family).model).__name__):
-        check_forward(make_recurrent_runner(family)._forward)
+        check_forward(make_recurrent_runner(family).forward)
 
 
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)

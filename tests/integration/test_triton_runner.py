@@ -18,11 +18,13 @@ from engine.plan.step_records import StepInputs
 from tests.support.attention_noise import numbers_in, write_noise
 from tests.support.packed import load_tiny, random_tokens
 from tests.support.recorded import Playback
+from tests.support.recurrent import make_recurrent_runner, pack_slots
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
+from engine.compute.cuda.state_scans import TritonScans  # noqa: E402
 from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
 from tests.support.interpreter import with_all_numbers  # noqa: E402
 
@@ -63,6 +65,14 @@ def part(row: int, stop: int, count: int = 1, parents: tuple[int, ...] = ()) -> 
     return Part(TOKENS[row:], stop - count, stop, BLOCKS[row], parents)
 
 
+STATEFUL = [
+    {0: part(0, 9, 9), 2: part(2, 5, 5)},
+    {2: part(2, 6), 0: part(0, 10)},
+    {1: part(1, 21, 21), 2: part(2, 7)},
+    {1: part(1, 22)},
+]
+
+
 STEPS = {
     "decodes": [part(0, 9), part(3, 60), part(1, 31)],
     "one decode": [part(2, 17)],
@@ -93,3 +103,20 @@ def test_recorded_steps_are_the_plain_ones(family: str, name: str, kept: torch.d
     for mine, theirs in zip(numbers_in(ahead.kv), numbers_in(plain.kv), strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-4 + 4 * step, rtol=1e-4 + step)
         assert (mine - theirs).abs().mean() <= 1e-4
+
+
+@pytest.mark.parametrize("family", ["mamba", "qwen3_next_hybrid", "granite_hybrid"])
+def test_recorded_steps_that_carry_state_are_the_plain_ones(family: str) -> None:
+    plain, own = make_recurrent_runner(family), make_recurrent_runner(family)
+    own.forward.loaded = replace(own.forward.loaded, state_kernel=TritonScans())
+    own.forward.backend = TritonAttention(Gpu(4, 200_000))
+    ahead = CudaRunner(own, 64, GraphLimits(3, 16, 3, max_tokens=64), Playback())
+    ahead.graphs.record(Playback())
+    replayed: list[object] = []
+    ahead.pass_modules[0].register_forward_hook(lambda *_: replayed.append(1))
+    for parts in STATEFUL:
+        inputs = pack_slots(parts)
+        assert ahead.run(inputs).rows == plain.run(inputs).rows
+    assert len(replayed) == len(STATEFUL)
+    for mine, theirs in zip(own.states.tensors, plain.states.tensors, strict=True):
+        torch.testing.assert_close(mine[:4], theirs[:4], atol=1e-4, rtol=1e-4)

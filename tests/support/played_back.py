@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from engine.compute.cuda.cuda_runner import CudaRunner
@@ -9,13 +11,16 @@ from engine.compute.cuda.graphs.step_graphs import GraphLimits
 from engine.compute.drafters.draft_loader import draft_graphs
 from engine.compute.drafters.draft_model import DraftSizes, OnDevice
 from engine.compute.loading.loader import LoadedModel
+from engine.compute.recurrent.recurrent_runner import RecurrentRunner
 from engine.compute.runner.model_runner import ForDrafts, ModelRunner
 from engine.compute.sampling.sampler import Sampler
+from engine.startup import build_runner
 from engine.startup.build_runner import RunnerSizes
 from tests.support.recorded import Playback, TabledReference
+from tests.support.tabled_scans import TabledScans
 
 
-def played_back(plain: ModelRunner, max_rows: int, limits: GraphLimits) -> CudaRunner:
+def played_back(plain: ModelRunner | RecurrentRunner, max_rows: int, limits: GraphLimits) -> CudaRunner:
     """The runner of a GPU around the parts of `plain`, not warmed up."""
     plain.forward.backend = TabledReference()
     return CudaRunner(plain, max_rows, limits, Playback())
@@ -24,8 +29,10 @@ def played_back(plain: ModelRunner, max_rows: int, limits: GraphLimits) -> CudaR
 def make_runner(
     loaded: LoadedModel, sampler: Sampler, sizes: RunnerSizes, for_drafts: ForDrafts
 ) -> CudaRunner:
-    """Stands in for engine.startup.build_runner's."""
-    plain = ModelRunner(loaded, sizes.num_blocks, sizes.block_size, sampler, 0, for_drafts)
+    """Stands in for engine.startup.build_runner's; of models that carry state it records any."""
+    loaded = replace(loaded, state_kernel=TabledScans()) if loaded.keeps_state else loaded
+    plain = build_runner.make_runner(loaded, sampler, sizes, for_drafts)
+    assert not isinstance(plain, CudaRunner)
     max_blocks = -(-loaded.max_model_len // sizes.block_size)
     limits = GraphLimits(sizes.max_num_seqs, max_blocks, sizes.max_draft_tokens)
     return played_back(plain, sizes.max_num_tokens, limits)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from engine.compute.attention import LayerCall, ReferenceAttention, StepAttention
 from engine.compute.attention.kv_tensors import KvTensors
@@ -15,6 +17,21 @@ from engine.compute.cuda.triton_tables import StepTables
 from engine.compute.cuda.triton_work import HeadShape, Workforce
 from engine.compute.runner.dummy_steps import plain_sampling
 from engine.plan.step_records import Int32, StepInputs
+from tests.support.device_waits import WaitingRefused
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def beside_the_device(method: Callable[P, R]) -> Callable[P, R]:
+    """For what stands in for a kernel: it may look at its tensors, whatever is refused around it."""
+
+    @wraps(method)
+    def plain(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _disable_current_modes():
+            return method(*args, **kwargs)
+
+    return plain
 
 
 class TabledReference:
@@ -40,6 +57,7 @@ class TabledStep:
         self._tables = tables
         self._kv = kv
 
+    @beside_the_device
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         slots = self._tables.arrays["slots"].long()
         real = slots >= 0
@@ -47,6 +65,7 @@ class TabledStep:
             rows = self._kv.rows_of(slots[real], key.shape[1])
             self._kv.write(layer, rows, key[real], value[real])
 
+    @beside_the_device
     def attend(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
         layer = self._kv.layers[call.layer]
         self._tables.work(HeadShape(query.shape[1], layer.num_kv_heads, call.reach))  # is reserved
@@ -89,7 +108,10 @@ class TabledStep:
 
 
 class Playback:
-    """A Recorder that carries the work out anew each time; `failures` are raised in turn, None being none."""
+    """A Recorder that carries the work out anew each time; `failures` are raised in turn, None being none.
+
+    As on a device, what the host would wait for cannot be recorded.
+    """
 
     def __init__(self, *failures: Exception | None) -> None:
         self._failures = list(failures)
@@ -99,7 +121,8 @@ class Playback:
         failure = self._failures.pop(0) if self._failures else None
         if failure is not None:
             raise failure
-        work()
+        with WaitingRefused():  # type: ignore[no-untyped-call]
+            work()
         self.num_recorded += 1
         return work
 

@@ -11,8 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.compute.loading.loader import LoadedModel
-from engine.compute.recurrent.recurrent_forward import MemorySizes, RecurrentForward, SequenceMemory
+from engine.compute.recurrent.recurrent_forward import RecurrentForward
 from engine.compute.recurrent.recurrent_runner import RecurrentRunner
+from engine.compute.recurrent.state_memory import MemorySizes, StateMemory
 from engine.compute.runner.dummy_steps import Part, pack_step, plain_sampling
 from engine.compute.runner.model_runner import ForDrafts
 from engine.compute.sampling.sampler import Sampler
@@ -135,7 +136,7 @@ def serve(
 @torch.inference_mode()
 def run_pieces(
     forward: RecurrentForward,
-    memory: SequenceMemory,
+    memory: StateMemory,
     sequences: Mapping[int, Sequence[int]],
     steps: Sequence[Sequence[tuple[int, int]]],
 ) -> dict[int, torch.Tensor]:

@@ -25,9 +25,18 @@ class ScanCase:
 
     def __init__(self, scan: Callable[..., torch.Tensor], inputs: Any, shape: Sequence[int]) -> None:
         """`inputs` has MOST_ROWS rows in its tensors, but for `rates`; a state has `shape`."""
-        self._scan = scan
+        self.scan = scan
         self._inputs = inputs
-        self._shape = shape
+        self.shape = shape
+
+    def inputs_on(self, device: torch.device, count: int) -> Any:
+        """Those of so many rows, there."""
+        return self._inputs._replace(
+            **{
+                name: (each if name == "rates" else each[:count]).to(device)
+                for name, each in self._inputs._asdict().items()
+            }
+        )
 
     def of(self, counts: Sequence[int], drafts: Sequence[int]) -> ScanRun:
         """These sequences."""
@@ -35,8 +44,8 @@ class ScanCase:
         slots = np.arange(len(counts))[::-1].copy()
         pieces = Pieces(slots, np.zeros(len(counts), bool), new, 0 * new, np.array(drafts))
         step = SlotStep(pieces, 0, max(drafts, default=0), torch.device("cpu"))
-        state = torch.randn(len(counts) + 1, *self._shape, generator=torch.Generator().manual_seed(0))
-        return ScanRun(self._scan, rows_of(self._inputs, 0, int(new.sum())), state, step)
+        state = torch.randn(len(counts) + 1, *self.shape, generator=torch.Generator().manual_seed(0))
+        return ScanRun(self.scan, self.inputs_on(torch.device("cpu"), int(new.sum())), state, step)
 
 
 class ScanRun:

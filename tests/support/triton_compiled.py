@@ -36,6 +36,8 @@ from engine.compute.cuda.expert_kernels import (
 from engine.compute.cuda.expert_layout import ExpertShape, layout_for, step_of
 from engine.compute.cuda.layer_kernels import gate_kernel, norm_kernel, rotate_kernel, store_kernel
 from engine.compute.cuda.row_products import row_product_kernel
+from engine.compute.cuda.state_kernels import delta_kernel, selective_kernel, structured_kernel
+from engine.compute.cuda.state_scans import part_of
 from engine.compute.cuda.triton_border import digit_kernel, survey_kernel, tie_kernel
 from engine.compute.cuda.triton_draw import score_kernel
 from engine.compute.cuda.triton_filter import kept_score_kernel, pick_kernel
@@ -307,6 +309,41 @@ def compile_experts(capability: int) -> Iterator[tuple[str, tuple[int, int, int]
         yield f"{name} sorted", compile_kernel(route_kernel, dtype, constants, capability, types)
 
 
+# Layers of Qwen3-Next, Kimi-Linear, Granite 4 and Falcon-Mamba, in parts as TritonScans cuts them.
+STATES: list[tuple[str, Any, dict[str, Any]]] = [
+    *(
+        (
+            f"delta{' by channel' if by_channel else ''}",
+            delta_kernel,
+            {"HEADS": 32, "SHARE": 1 if by_channel else 2, "KEYS": 128, "VALUES": 128}
+            | {"BY_CHANNEL": by_channel, "KEYS_PADDED": 128, "COLUMNS": part_of(128, 128)},
+        )
+        for by_channel in (False, True)
+    ),
+    (
+        "structured",
+        structured_kernel,
+        {"HEADS": 128, "SHARE": 128, "DIM": 64, "SIZE": 128, "ROWS": part_of(64, 128), "SIZE_PADDED": 128},
+    ),
+    (
+        "selective",
+        selective_kernel,
+        {"CHANNELS": 8192, "SIZE": 16, "ROWS": part_of(8192, 16), "SIZE_PADDED": 16},
+    ),
+]
+_SCANNED = (
+    *("query", "key", "value", "logs", "beta"),
+    *("inputs", "steps", "rates", "b", "c", "output", "state"),
+)
+
+
+def compile_states(capability: int) -> Iterator[tuple[str, tuple[int, int, int]]]:
+    """Compile all that advances states: what it is, and what it takes."""
+    types = dict.fromkeys(_SCANNED, "*fp32") | {"runs": "*i64", "num_runs": "i32", "slot_stride": "i32"}
+    for name, kernel, constants in STATES:
+        yield f"states, {name}", compile_kernel(kernel, "fp32", constants, capability, types)
+
+
 def _usage(cubin: bytes) -> tuple[int, int]:
     dump = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -359,7 +396,8 @@ def main() -> int:
             if _pages(constants) not in kinds_of_pages(capability):
                 continue
             print(capability, kernel.__name__, *compile_kernel(kernel, "bf16", constants, capability))
-        for name, (registers, stack, shared) in (*compile_coded(capability), *compile_experts(capability)):
+        compiled = (*compile_coded(capability), *compile_experts(capability), *compile_states(capability))
+        for name, (registers, stack, shared) in compiled:
             is_good = shared <= limit and stack <= MOST_STACK_BYTES
             bad += not is_good
             print(capability, name, registers, stack, shared, "" if is_good else "<- too much")

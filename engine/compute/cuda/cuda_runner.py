@@ -18,6 +18,7 @@ from engine.compute.cuda.graphs.launched import Launched, PassMarks, QueuedDraw
 from engine.compute.cuda.graphs.recorder import Recorder
 from engine.compute.cuda.graphs.step_graphs import GraphLimits, StepGraphs
 from engine.compute.cuda.step_draw import StepDraw, can_draw
+from engine.compute.recurrent.recurrent_runner import RecurrentRunner
 from engine.compute.runner.device import mark, out_of_memory_named, wait_for
 from engine.compute.runner.dummy_steps import plain_sampling
 from engine.compute.runner.model_runner import ModelRunner
@@ -64,16 +65,15 @@ class CudaRunner:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: ModelRunner | RecurrentRunner,
         max_rows: int,
         limits: GraphLimits,
         recorder: Recorder,
         draws: DeviceDraws = TORCH_DRAWS,
     ) -> None:
-        self._runner = runner
+        self.parts = runner
         self._recorder = recorder
         self.kv = kv = runner.kv
-        self.swap = runner.swap
         num_places = max(max_rows, _LEAST_PLACES, *(shape.num_tokens for shape in limits.shapes()))
         self._drawn = torch.zeros(num_places, dtype=torch.int64, device=kv.device)
         self._places = np.zeros(0, np.int64)  # of the last launch's rows in `_drawn`
@@ -81,8 +81,10 @@ class CudaRunner:
         keeps_features = runner.for_drafts.keeps_features
         self._tokens = tokens = TokenMemory(self._drawn, draws.plain)
         self._draw = StepDraw(tokens, draws.filtered)
-        self._eager = EagerPasses(runner.forward, kv, tokens, keeps_features=keeps_features)
-        self.graphs = StepGraphs(runner.forward, kv, tokens, limits._replace(keeps_features=keeps_features))
+        self._eager = EagerPasses(runner.forward, runner.memory, tokens, keeps_features=keeps_features)
+        self.graphs = StepGraphs(
+            runner.forward, runner.memory, tokens, limits._replace(keeps_features=keeps_features)
+        )
 
     @property
     def pass_modules(self) -> tuple[torch.nn.Module, ...]:
@@ -91,7 +93,7 @@ class CudaRunner:
 
     def warm_up(self) -> None:
         """Have everything compiled and recorded that serving needs, so that no request is slow for it."""
-        self._runner.warm_up()
+        self.parts.warm_up()
         self._warm_up_draw()
         self.graphs.record(self._recorder)
 
@@ -101,7 +103,7 @@ class CudaRunner:
 
         What else a row may ask for is done once, so that its kernels are there.
         """
-        loaded, places = self._runner.forward.loaded, np.zeros(1, np.int64)
+        loaded, places = self.parts.forward.loaded, np.zeros(1, np.int64)
         logits = torch.zeros((1, loaded.vocab_size), dtype=loaded.dtype, device=self.kv.device)
         columns = DrawColumns.of(send(column_words(plain_sampling(np.zeros(1)), places, 1), self.kv.device))
         under_way = DevicePass(logits, places, partial(self._tokens.draw, logits, columns))
@@ -115,18 +117,18 @@ class CudaRunner:
     @torch.inference_mode()
     def launch(self, inputs: StepInputs) -> Launched:
         """Queue a step: move blocks, write K/V, attend, draw. See AheadRunner, and ModelRunner.run."""
-        runner, device = self._runner, self.kv.device
-        num_swapped = len(inputs.moves.swap_out) + len(inputs.moves.swap_in)
+        runner, device = self.parts, self.kv.device
         with out_of_memory_named():
-            self.swap.reserve(copy.target for copy in inputs.moves.swap_out)
+            runner.reserve(inputs.moves)
             start = mark(device)
-            runner.move_blocks(inputs.moves)
-            begin = mark(device) if num_swapped else start
+            num_bytes = runner.move(inputs.moves)
+            begin = mark(device) if num_bytes else start
             with runner.scorer.watching(inputs.prompt_rows) as seen:
                 under_way = self._pass(inputs)
+            runner.memory.commit(inputs)
         marks = PassMarks(start, begin, mark(device))
         draw = partial(self._queue_draw, _Pass(inputs, under_way, seen))
-        launched = Launched(marks, draw, num_swapped * self.kv.block_bytes)
+        launched = Launched(marks, draw, num_bytes)
         if not inputs.is_drawn_later:
             launched.draw(inputs.sampling)
         return launched
@@ -142,7 +144,7 @@ class CudaRunner:
     @torch.inference_mode()
     def _queue_draw(self, step: _Pass, sampling: SamplingInputs) -> QueuedDraw:
         """Queue all that comes behind the pass, or wait and do it where the host has to know."""
-        inputs, under_way, runner = step.inputs, step.under_way, self._runner
+        inputs, under_way, runner = step.inputs, step.under_way, self.parts
         drafts = None if inputs.drafts is None else DraftRows.of(inputs.drafts)
         begin = mark(self.kv.device)
         with out_of_memory_named():
@@ -172,7 +174,7 @@ class CudaRunner:
         logits, places = under_way.logits, under_way.places
         if len(logits) != len(places):
             logits = logits.index_select(0, self._at(places))
-        verified = self._runner.judge(logits, inputs)
+        verified = self.parts.judge(logits, inputs)
         self._places = np.arange(len(places))
         self._drawn[: len(places)].copy_(self._at(np.array(verified.rows.token_ids, np.int64)))
         return verified
@@ -181,7 +183,7 @@ class CudaRunner:
         """A copy of what drafters read of the pass, verified or not; the next pass may write over it."""
         if under_way.hidden is None:
             return None
-        if self._runner.for_drafts.feature_layers:
+        if self.parts.for_drafts.feature_layers:
             return under_way.hidden[: len(inputs.token_ids)].clone()
         return under_way.hidden.index_select(0, self._at(under_way.places))
 
@@ -191,7 +193,7 @@ class CudaRunner:
         """What each sequence keeps of it, on the device. A drafter may read it in any stream at once."""
         if hidden is None:
             return None
-        features = self._runner.for_drafts.features(hidden, inputs, verified)
+        features = self.parts.for_drafts.features(hidden, inputs, verified)
         if inputs.drafts is not None and inputs.drafts.parents is not None:
             wait_for(mark(self.kv.device))  # of trees the rows may have to be gathered
         return features

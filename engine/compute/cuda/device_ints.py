@@ -39,7 +39,7 @@ class DeviceInts:
         self._buffer = (
             torch.empty(size, dtype=torch.int32, device=device) if buffer is None else buffer[:size]
         )
-        self._views = {name: _view(self._buffer, *span) for name, span in self._spans.items()}
+        self.views = {name: _view(self._buffer, *span) for name, span in self._spans.items()}
 
     @staticmethod
     def size_of(shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -48,7 +48,7 @@ class DeviceInts:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """One of the arrays, on the device."""
-        return self._views[name]
+        return self.views[name]
 
     def put(self, arrays: Mapping[str, Int32]) -> None:
         """Write `arrays` at the beginnings of their places; what is left there becomes -1.

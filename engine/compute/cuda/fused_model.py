@@ -13,11 +13,13 @@ from engine.compute.attention import CONTEXT_KEYWORD, AttentionBackend, Attentio
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.cuda.fused_experts import FusedExperts, equal_experts
 from engine.compute.cuda.fused_layer import OF_ONE_ROW, OF_ROWS, FusedLayer, Products, norm
+from engine.compute.cuda.state_scans import TritonScans
 from engine.compute.cuda.triton_attention import TritonAttention
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.native.closeness import is_close
 from engine.compute.native.observation import Observation, observe
 from engine.compute.runner.scratch_pass import forward_of
+from engine.compute.runner.self_check import packed_difference, packed_sample
 
 log = logging.getLogger("slipstream.model")
 
@@ -27,21 +29,26 @@ def with_fused_layers(loaded: LoadedModel, block_size: int, reload: Callable[[],
 
     `loaded` itself is changed: use what is returned. `reload` gives it anew, for when a kernel cannot be
     compiled or run. Attention that is not Triton's leaves the model as it is. Of a model that carries state
-    only the experts are fused: the layers that attend do so in a pass of another kind.
+    only the experts are fused, and kernels advance the states: the layers that attend do so in a pass of
+    another kind.
     """
     backend = forward_of(loaded).backend
     if not isinstance(backend, TritonAttention):
         return loaded
     try:
+        if loaded.keeps_state:
+            loaded = with_scans(loaded, block_size)
         num_experts = fuse_experts(loaded, block_size)  # first, so that layers are fused around them
         count = 0 if loaded.keeps_state else fuse_layers(loaded, backend, block_size)
     except Exception as error:  # whatever a compiler or a driver may raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         log.warning("layers are not fused: %s", reason)
         return replace(reload(), kernels_used=loaded.kernels_used)
-    if not count and not num_experts:
+    if not count and not num_experts and loaded.state_kernel is None:
         return loaded
     used = [loaded.kernels_used or "for CUDA"]
+    if loaded.state_kernel is not None:
+        used.append("states advanced")
     if count:
         log.info("%d of %d layers are fused", count, len(loaded.layers))
         used.append(f"{count} of {len(loaded.layers)} layers fused")
@@ -49,6 +56,21 @@ def with_fused_layers(loaded: LoadedModel, block_size: int, reload: Callable[[],
         log.info("the experts of %d layers are fused", num_experts)
         used.append(f"experts of {num_experts} fused")
     return replace(loaded, kernels_used=", ".join(used))
+
+
+@torch.inference_mode()
+def with_scans(loaded: LoadedModel, block_size: int) -> LoadedModel:
+    """The model with kernels that advance its states, if it then gives the same logits.
+
+    Raises whatever a compiler or driver does.
+    """
+    advanced = replace(loaded, state_kernel=TritonScans())
+    found, expected = (packed_sample(forward_of(each), block_size=block_size) for each in (advanced, loaded))
+    difference = packed_difference(found, expected, loaded.dtype, has_blocks=False)
+    if difference is not None:
+        log.warning("states are not advanced by kernels: logits differ %s", difference)
+        return loaded
+    return advanced
 
 
 @torch.inference_mode()

@@ -21,7 +21,7 @@ from engine.compute.attention import (
 )
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.loading.loader import LoadedModel
-from engine.compute.recurrent.recurrent_forward import MemorySizes
+from engine.compute.recurrent.state_memory import MemorySizes
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.scratch_pass import ScratchPass, forward_of
 from engine.plan.step_records import StepInputs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,90 +17,95 @@ from engine.compute.attention import (
     choose_backend,
     register,
 )
-from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention.kv_tensors import sent
 from engine.compute.attention.latent_kv import keep_latents
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.loading.loader import LoadedModel
+from engine.compute.recurrent.recorded_slots import RecordedSlots
 from engine.compute.recurrent.slot_mixers import continuing, install_mixers
-from engine.compute.recurrent.slot_states import SlotStates, Snapshots
+from engine.compute.recurrent.slot_states import SlotStates
+from engine.compute.recurrent.slot_step import SlotStep
 from engine.compute.runner.layer_taps import tap
+from engine.compute.runner.packed_forward import expect_no_padding
+from engine.compute.runner.pass_memory import PassMemory
+from engine.compute.runner.steady_rotation import keep_rotation
 from engine.plan.step_records import StepInputs
 
 
-class MemorySizes(NamedTuple):
-    """How much a runner keeps of how many sequences. `max_drafts` tokens of each may be cut off again."""
+class StateContext(NamedTuple):
+    """What a pass goes on from: slots, which of them, and the K/V of the layers that attend, if any do.
 
-    num_blocks: int
-    block_size: int
-    num_slots: int
-    max_drafts: int = 0
-    num_snapshots: int = 0
-    num_host_blocks: int = 0
-    num_host_states: int = 0
-
-
-class SequenceMemory(NamedTuple):
-    """What a pass reads and writes: paged K/V of the layers that attend, slots of those that do not.
-
-    Passes leave `snapshots` alone.
+    `step` is called while the pass is carried out: what it reads on the device is there by then.
     """
 
-    kv: KvTensors
     states: SlotStates
-    snapshots: Snapshots
+    step: Callable[[], SlotStep | RecordedSlots]
+    attention: AttentionContext | None
 
 
 class RecurrentForward:
     """Runs a loaded recurrent or hybrid model; keeps nothing between calls."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, feature_layers: Sequence[int] = ()) -> None:
         register()
         if loaded.layers:
             keep_latents(loaded.model, OUR_NAMES)
             loaded.model.set_attn_implementation(ATTENTION_NAME)
+            keep_rotation(loaded)
+        expect_no_padding(loaded.model)
         self.loaded = loaded
+        self._feature_layers = tuple(feature_layers)
         self.backend = choose_backend(loaded.device)
         self._mixers = install_mixers(loaded.model)
         self._keeps_rows = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
 
-    def make_memory(self, sizes: MemorySizes) -> SequenceMemory:
-        """Zeros of the model's shape, and snapshots of nothing."""
-        loaded = self.loaded
-        states = SlotStates(loaded.states, sizes.num_slots, loaded.dtype, loaded.device, sizes.max_drafts)
-        return SequenceMemory(
-            KvTensors(loaded.layers, sizes.num_blocks, sizes.block_size, loaded.dtype, loaded.device),
-            states,
-            Snapshots(states, sizes.num_snapshots),
-        )
-
-    def __call__(self, inputs: StepInputs, memory: SequenceMemory) -> torch.Tensor:
+    def __call__(self, inputs: StepInputs, memory: PassMemory) -> torch.Tensor:
         """The logits of the R rows asked for, [R, vocab]. Call under inference mode.
 
         Moves no blocks: that is the caller's. Raises RewindError for what slots cannot do; errors of the
         model and of the device come through, and leave the slots of the pass empty.
         """
         device = self.loaded.device
-        rows = torch.tensor(inputs.logits_rows, device=device)
-        options: dict[str, Any] = {"logits_to_keep": rows} if self._keeps_rows else {}
-        if self.loaded.layers:
-            options["position_ids"] = torch.tensor(inputs.positions, device=device)[None]
-            options[CONTEXT_KEYWORD] = _HybridAttention(
-                AttentionContext(inputs, memory.kv, self.backend), self.loaded
-            )
-        step = memory.states.begin(inputs)
-        with continuing(self._mixers, memory.states, step, self.loaded.state_kernel):
-            output = self.loaded.model(
-                input_ids=torch.tensor(inputs.token_ids, device=device)[None], use_cache=False, **options
-            )
-        memory.states.commit_states(inputs)
-        logits: torch.Tensor = output.logits[0]
-        return logits if self._keeps_rows else logits[rows]
+        logits = self.compute(
+            sent(inputs.token_ids, device),
+            sent(inputs.positions, device),
+            memory.begin(inputs),
+            sent(inputs.logits_rows, device),
+        )
+        memory.commit(inputs)
+        return logits
 
-    def with_features(
-        self, inputs: StepInputs, memory: SequenceMemory, layers: Sequence[int]
+    def compute(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: StateContext,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As a call, over what is on the device already: [N], [N], and the `rows` [R] that want logits.
+
+        Without rows it gives the logits of every token, [N, vocab].
+        """
+        loaded = self.loaded
+        options: dict[str, Any] = {}
+        if self._keeps_rows and rows is not None:
+            options["logits_to_keep"] = rows
+        if context.attention is not None:
+            options["position_ids"] = positions[None]
+            options[CONTEXT_KEYWORD] = _HybridAttention(context.attention, loaded)
+        with continuing(self._mixers, context.states, context.step(), loaded.state_kernel):
+            output = loaded.model(input_ids=token_ids[None], use_cache=False, **options)
+        logits: torch.Tensor = output.logits[0]
+        return logits if self._keeps_rows or rows is None else logits[rows]
+
+    def keeping_features(
+        self, compute: Callable[[], torch.Tensor], rows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logits as a call gives them, and what enters `layers` at every token: [N, layers * hidden]."""
-        return tap(self.loaded.model.base_model, layers, lambda: self(inputs, memory))
+        """What `compute`, a pass, gives, and what enters the feature layers at every token.
+
+        The latter is [N, layers * hidden].
+        """
+        return tap(self.loaded.model.base_model, self._feature_layers, compute)
 
 
 class _Layers(NamedTuple):

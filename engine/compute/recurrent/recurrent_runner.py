@@ -9,9 +9,10 @@ import torch
 
 from engine.compute.attention.swap_tensors import SwapTensors
 from engine.compute.loading.loader import LoadedModel
-from engine.compute.recurrent.recurrent_forward import MemorySizes, RecurrentForward
+from engine.compute.recurrent.recurrent_forward import RecurrentForward
 from engine.compute.recurrent.slot_states import HostStates
-from engine.compute.runner.device import is_out_of_memory, mark, seconds_between
+from engine.compute.recurrent.state_memory import MemorySizes, StateMemory
+from engine.compute.runner.device import mark, out_of_memory_named, seconds_between
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.isolated_draw import draw_isolated
 from engine.compute.runner.model_runner import ForDrafts
@@ -19,7 +20,6 @@ from engine.compute.runner.prompt_scorer import PromptScorer
 from engine.compute.sampling.sampler import Sampler
 from engine.compute.verification.verified import Verified
 from engine.compute.verification.verifier import make_verifier
-from engine.errors import OutOfDeviceMemory
 from engine.plan.step_records import BlockMoves, SampledRows, StepInputs, StepResult
 
 _WARM_UP_TOKENS = 64
@@ -44,14 +44,14 @@ class RecurrentRunner:
         for_drafts: ForDrafts = _NO_DRAFTS,
     ) -> None:
         """Of what drafters read, `for_drafts` may name layers only."""
-        self._forward = RecurrentForward(loaded)
+        self.forward = RecurrentForward(loaded, for_drafts.feature_layers)
         self._sampler = sampler
-        self._for_drafts = for_drafts
+        self.for_drafts = replace(for_drafts, keeps_features=bool(for_drafts.feature_layers))
         self._verifier = make_verifier(for_drafts.verification, sampler)
-        self._scorer = PromptScorer(loaded)
-        self._memory = self._forward.make_memory(sizes)
-        self.kv = self._memory.kv
-        self.states = self._memory.states
+        self.scorer = PromptScorer(loaded)
+        self.memory = StateMemory(self.forward, sizes)
+        self.kv = self.memory.kv
+        self.states = self.memory.states
         self._swap = SwapTensors(self.kv, sizes.num_host_blocks) if loaded.layers else None
         self._host_states = HostStates(self.states, sizes.num_host_states)
 
@@ -63,44 +63,50 @@ class RecurrentRunner:
         for a sequence that goes on where its slot cannot; OutOfDeviceMemory; other errors of the forward pass
         come through.
         """
-        device = self._forward.loaded.device
-        num_swapped = len(inputs.moves.states_out) + len(inputs.moves.states_in)
-        try:
+        device, hidden = self.kv.device, None
+        with out_of_memory_named():
+            self.reserve(inputs.moves)
             start = mark(device)
-            num_bytes = self._move(inputs.moves)
-            begin = mark(device) if num_swapped else start
-            with self._scorer.watching(inputs.prompt_rows) as seen:
-                logits, hidden = self._compute(inputs)
-            self._memory.snapshots.save(inputs.moves.state_saves)
+            num_bytes = self.move(inputs.moves)
+            begin = mark(device) if num_bytes else start
+            with self.scorer.watching(inputs.prompt_rows) as seen:
+                if self.for_drafts.keeps_features:
+                    logits, hidden = self.forward.keeping_features(lambda: self.forward(inputs, self.memory))
+                else:
+                    logits = self.forward(inputs, self.memory)
             middle = mark(device)
-            verified = Verified(SampledRows([]))
-            if len(logits):
-                verified = draw_isolated(self._verifier, logits, inputs.sampling, inputs.drafts)
-            scores = self._scorer.score(inputs.prompt_rows, seen)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise OutOfDeviceMemory("The forward pass ran out of memory.") from error
+            verified = self.judge(logits, inputs)
+            scores = self.scorer.score(inputs.prompt_rows, seen)
         end = mark(device)
         return StepResult(
             verified.rows,
             seconds_between(begin, middle),
             seconds_between(middle, end),
-            seconds_between(start, begin) if num_swapped else 0.0,
+            seconds_between(start, begin) if num_bytes else 0.0,
             num_bytes,
-            features=None if hidden is None else self._for_drafts.features(hidden, inputs, verified),
+            features=None if hidden is None else self.for_drafts.features(hidden, inputs, verified),
             prompt_logprobs=scores,
         )
 
-    def _move(self, moves: BlockMoves) -> int:
+    def judge(self, logits: torch.Tensor, inputs: StepInputs) -> Verified:
+        """Draw from the `logits` [R, vocab] and judge the drafts."""
+        if not len(logits):
+            return Verified(SampledRows([]))
+        return draw_isolated(self._verifier, logits, inputs.sampling, inputs.drafts)
+
+    def reserve(self, moves: BlockMoves) -> None:
+        """Take the host memory that `move` will copy blocks to."""
+        if self._swap is not None:
+            self._swap.reserve(copy.target for copy in moves.swap_out)
+
+    def move(self, moves: BlockMoves) -> int:
         """Blocks and states, before the pass; how many bytes went to the host or came from there."""
         self._host_states.save(moves.states_out)
         if self._swap is not None:
-            self._swap.reserve(copy.target for copy in moves.swap_out)
             self._swap.copy_out(moves.swap_out)
         self.kv.scrub_blocks(moves.scrub_blocks)
         self.kv.copy_blocks(moves.block_copies)
-        self._memory.snapshots.restore(moves.state_restores)
+        self.memory.snapshots.restore(moves.state_restores)
         self.states.copy(moves.state_copies)
         if self._swap is not None:
             self._swap.copy_in(moves.swap_in)
@@ -109,20 +115,13 @@ class RecurrentRunner:
         num_blocks = len(moves.swap_out) + len(moves.swap_in)
         return num_states * self._host_states.each_bytes + num_blocks * self.kv.block_bytes
 
-    def _compute(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The logits of a step, and what drafters read of it."""
-        layers = self._for_drafts.feature_layers
-        if not layers:
-            return self._forward(inputs, self._memory), None
-        return self._forward.with_features(inputs, self._memory, layers)
-
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Run a small prefill and small decodes on scratch memory, so that the first request is not slow."""
         block_size = self.kv.block_size
-        length = min(_WARM_UP_TOKENS, self._forward.loaded.max_model_len)
+        length = min(_WARM_UP_TOKENS, self.forward.loaded.max_model_len)
         num_blocks = -(-length // block_size)
-        memory = self._forward.make_memory(MemorySizes(2 * num_blocks, block_size, num_slots=2))
+        memory = StateMemory(self.forward, MemorySizes(2 * num_blocks, block_size, num_slots=2))
         blocks = (range(num_blocks), range(num_blocks, 2 * num_blocks))
         tokens = [0] * length
         single = [Part(tokens, 0, 1, blocks[slot]) for slot in range(2)]
@@ -132,4 +131,4 @@ class RecurrentRunner:
                     pack_step(step, block_size, temperature=temperature),
                     state_slots=np.arange(len(step), dtype=np.int32),
                 )
-                self._sampler.sample(self._forward(inputs, memory), inputs.sampling)
+                self._sampler.sample(self.forward(inputs, memory), inputs.sampling)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from engine.compute.attention.layer_places import place_in
 from engine.compute.recurrent.mixer_kinds import KINDS
+from engine.compute.recurrent.recorded_slots import RecordedSlots
 from engine.compute.recurrent.slot_states import LayerSlots, LayerState, SlotStates
 from engine.compute.recurrent.slot_step import SlotStep, take
 from engine.compute.recurrent.state_kernel import StateKernel
@@ -66,7 +67,10 @@ def install_mixers(model: nn.Module) -> dict[int, SlotMixer]:
 
 @contextmanager
 def continuing(
-    mixers: dict[int, SlotMixer], states: SlotStates, step: SlotStep, kernel: StateKernel | None = None
+    mixers: dict[int, SlotMixer],
+    states: SlotStates,
+    step: SlotStep | RecordedSlots,
+    kernel: StateKernel | None = None,
 ) -> Iterator[None]:
     """For the length of the block, `mixers` continue the slots that `step` names, by the `kernel` if any."""
     try:

@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.compute.attention.kv_tensors import on_device
+from engine.compute.recurrent.recorded_slots import RecordedSlots
 from engine.compute.recurrent.slot_step import Pieces, SlotStep
 from engine.compute.recurrent.state_kernel import StateKernel
 from engine.errors import RewindError, RewindFault
@@ -158,10 +160,13 @@ class SlotStates:
         self.max_drafts = max_drafts
         self.device = device
         self.conv_width = max((state.conv_width for state in states), default=0)
-        num_rows = self.conv_width + max_drafts
-        # By layer_idx: [num_slots, num_rows, row_width], from `conv_width` tokens before the state's end on.
+        self.num_kept = self.conv_width + max_drafts
+        # By layer_idx: [num_slots + 1, num_kept, row_width], from `conv_width` tokens before the state's end
+        # on; the last slot is nobody's: see RecordedSlots.
         self.rows = {
-            state.layer_idx: torch.zeros(num_slots, num_rows, state.row_width, dtype=dtype, device=device)
+            state.layer_idx: torch.zeros(
+                num_slots + 1, self.num_kept, state.row_width, dtype=dtype, device=device
+            )
             for state in states
         }
         self.state = {  # by layer_idx: [num_slots, *shape]
@@ -177,7 +182,7 @@ class SlotStates:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of them, each [num_slots, ...]."""
+        """All of them, each [num_slots or one more, ...]."""
         return [*self.rows.values(), *self.state.values()]
 
     def counts(self, slot: int) -> tuple[int, int]:
@@ -201,13 +206,23 @@ class SlotStates:
         Raises RewindError, and nothing has changed, for trees of drafts, for more drafts than are kept, and
         for a sequence that goes on anywhere but behind the last token that its slot has seen or at a draft.
         """
+        return SlotStep(self.begin_pieces(inputs), self.conv_width, self.num_kept, self.device)
+
+    def begin_pieces(self, inputs: StepInputs) -> Pieces:
+        """As `begin`; what the pass computes of which sequences."""
         pieces = self._check(inputs)
         self._lengths[pieces.slots] = self._kept[pieces.slots] = 0
-        fresh = torch.tensor(pieces.slots[pieces.begins], device=self.device, dtype=torch.long)
-        if len(fresh):
+        if pieces.begins.any():
+            fresh = on_device(pieces.slots[pieces.begins], self.device)
             for tensor in self.tensors:
                 tensor.index_fill_(0, fresh, 0.0)
-        return SlotStep(pieces, self.conv_width, self.conv_width + self.max_drafts, self.device)
+        return pieces
+
+    def num_again(self, inputs: StepInputs) -> int:
+        """How many drafts, accepted by now, a pass of these inputs has its states take in."""
+        assert inputs.state_slots is not None, "a recurrent model needs to know its sequences' slots"
+        first = inputs.kv_lens.astype(np.int64) - inputs.query_lens
+        return int(np.where(first == 0, 0, first - self._lengths[inputs.state_slots]).sum())
 
     def commit_states(self, inputs: StepInputs) -> None:
         """The pass has succeeded: its sequences may go on behind their newest tokens, or behind any draft."""
@@ -255,8 +270,8 @@ def _num_outside(inputs: StepInputs) -> NDArray[np.int64]:
 class LayerSlots:
     """One layer's slots as one pass sees them, and what computes in place of torch, if anything does."""
 
-    step: SlotStep
-    rows: Tensor  # [num_slots, conv_width + max_drafts, row_width]
+    step: SlotStep | RecordedSlots
+    rows: Tensor  # [num_slots + 1, conv_width + max_drafts, row_width]
     state: Tensor  # [num_slots, *shape]
     kernel: StateKernel | None = None
 

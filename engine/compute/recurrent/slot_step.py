@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.compute.attention.kv_tensors import on_device
+
 Index = slice | Tensor
 Places = NDArray[np.int64]
 
@@ -57,40 +59,69 @@ class ScanBlock(NamedTuple):
             put(output, self.rows, mixed.flatten(0, 1))
 
 
-class SlotStep:
-    """One pass over slots of `num_kept` rows, of which the first `conv_width` lie before the state's end."""
+class SlotIndices(NamedTuple):
+    """The indices of one pass over slots of so many rows, of which the first `conv_width` lie before a state.
 
-    def __init__(self, pieces: Pieces, conv_width: int, num_kept: int, device: torch.device) -> None:
-        self._device = device
-        self._slots = pieces.slots
-        self._num_mixed = pieces.num_again + pieces.num_new
-        self._num_taken = self._num_mixed - pieces.num_drafts
-        self._starts = _starts(self._num_mixed)  # in M
-        self._blocks: dict[int, list[ScanBlock]] = {}
-        self.conv_width = conv_width
-        self.num_mixed = int(self._num_mixed.sum())
+    Of X, and of what `LayerSlots.extend` makes it of: rows of slots, then the N new ones.
+    """
 
+    before: Places  # rows of all slots, which come before those of the pass
+    order: Places  # X of both
+    mixed: Places  # M of X
+    new: Places  # N of M
+    kept_rows: Places  # of X, what the next pass may need
+    kept_places: Places  # of all slots' rows, where that is put
+    begins: Places  # of M, the first tokens of sequences
+    runs: (
+        Places  # [4, S] of each sequence its slot, its first row of M, how many it has, how many are taken in
+    )
+
+    @classmethod
+    def of(cls, pieces: Pieces, conv_width: int, num_kept: int) -> SlotIndices:
+        """Those of a pass over slots that keep `num_kept` rows each."""
+        num_mixed = pieces.num_again + pieces.num_new
+        num_taken = num_mixed - pieces.num_drafts
+        starts = _starts(num_mixed)  # in M
         num_before = conv_width + pieces.num_again
         before = np.repeat(pieces.slots * num_kept, num_before) + _counted(num_before)
-        self.before = self._tensor(before) if len(before) else None
         ends = _starts(num_before + pieces.num_new)  # in X
         order = np.empty(len(before) + int(pieces.num_new.sum()), np.int64)
         order[np.repeat(ends, num_before) + _counted(num_before)] = np.arange(len(before))
         fresh = np.repeat(ends + num_before, pieces.num_new) + _counted(pieces.num_new)
         order[fresh] = len(before) + np.arange(len(fresh))
-        self.order = None if np.array_equal(order, np.arange(len(order))) else self._tensor(order)
-        mixed = np.repeat(ends + conv_width, self._num_mixed) + _counted(self._num_mixed)
-        self.mixed = self._index(mixed)  # M of X
         num_kept_now = conv_width + pieces.num_drafts
-        self.kept_rows = self._tensor(
-            np.repeat(ends + self._num_taken, num_kept_now) + _counted(num_kept_now)
+        return cls(
+            before=before,
+            order=order,
+            mixed=np.repeat(ends + conv_width, num_mixed) + _counted(num_mixed),
+            new=np.repeat(starts + pieces.num_again, pieces.num_new) + _counted(pieces.num_new),
+            kept_rows=np.repeat(ends + num_taken, num_kept_now) + _counted(num_kept_now),
+            kept_places=np.repeat(pieces.slots * num_kept, num_kept_now) + _counted(num_kept_now),
+            begins=starts[pieces.begins],
+            runs=np.stack((pieces.slots, starts, num_mixed, num_taken)),
         )
-        self.kept_places = self._tensor(
-            np.repeat(pieces.slots * num_kept, num_kept_now) + _counted(num_kept_now)
-        )
-        new = np.repeat(self._starts + pieces.num_again, pieces.num_new) + _counted(pieces.num_new)
-        self.new = None if len(new) == self.num_mixed else self._index(new)  # N of M; None if all are new
-        self.begins = self._tensor(self._starts[pieces.begins])  # M rows of the first tokens of sequences
+
+
+class SlotStep:
+    """One pass over slots of `num_kept` rows, of which the first `conv_width` lie before the state's end."""
+
+    def __init__(self, pieces: Pieces, conv_width: int, num_kept: int, device: torch.device) -> None:
+        self._device = device
+        self._indices = indices = SlotIndices.of(pieces, conv_width, num_kept)
+        self._slots, self._starts, self._num_mixed, self._num_taken = indices.runs
+        self._blocks: dict[int, list[ScanBlock]] = {}
+        self.conv_width = conv_width
+        self.num_mixed = len(indices.mixed)
+        self.before = self._tensor(indices.before) if len(indices.before) else None
+        in_order = np.array_equal(indices.order, np.arange(len(indices.order)))
+        self.order = None if in_order else self._tensor(indices.order)
+        self.mixed = self._index(indices.mixed)
+        self.kept_rows = self._tensor(indices.kept_rows)
+        self.kept_places = self._tensor(indices.kept_places)
+        self.new = (
+            None if len(indices.new) == self.num_mixed else self._index(indices.new)
+        )  # None: all are new
+        self.begins = self._tensor(indices.begins)
 
     @cached_property
     def runs(self) -> Tensor:
@@ -98,7 +129,7 @@ class SlotStep:
 
         int64 [4, S].
         """
-        return torch.tensor(np.stack((self._slots, self._starts, self._num_mixed, self._num_taken)))
+        return self._tensor(self._indices.runs)
 
     def blocks(self, size: int) -> list[ScanBlock]:
         """All mixed rows, in blocks of up to `size` tokens; a sequence's in their order.
@@ -136,13 +167,13 @@ class SlotStep:
             (len(sequences), length),
             self._index(rows.ravel()),
             self._index(slots),
-            None if valid.all() else torch.tensor(valid, device=self._device),
-            None if taken.all() else torch.tensor(taken, device=self._device),
+            None if valid.all() else on_device(valid, self._device).bool(),
+            None if taken.all() else on_device(taken, self._device).bool(),
             None if valid.all() else self._tensor(rows[valid]),
         )
 
     def _tensor(self, places: Places) -> Tensor:
-        return torch.tensor(places, device=self._device, dtype=torch.long)
+        return on_device(places, self._device)
 
     def _index(self, places: Places) -> Index:
         """A slice if the places are consecutive, so that it is a view; else a tensor of them."""

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from engine.compute.loading.loader import LoadedModel
-from engine.compute.recurrent.recurrent_forward import MemorySizes
+from engine.compute.recurrent.state_memory import MemorySizes
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.scratch_pass import ScratchPass, forward_of
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from engine.compute.loading.loader import LoadedModel
-from engine.compute.recurrent.recurrent_forward import MemorySizes
+from engine.compute.recurrent.state_memory import MemorySizes
 from engine.compute.runner.device import is_out_of_memory
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.memory_gauge import MemoryGauge

@@ -15,6 +15,7 @@ from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.device import mark, out_of_memory_named, seconds_between
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.isolated_draw import draw_isolated
+from engine.compute.runner.kv_memory import KvMemory
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.runner.prompt_scorer import PromptScorer
 from engine.compute.sampling.sampler import Sampler
@@ -78,6 +79,7 @@ class ModelRunner:
         self._verifier = make_verifier(for_drafts.verification, sampler)
         self.for_drafts = for_drafts
         self.kv = self.forward.make_kv(num_blocks, block_size, loaded.kv_dtype)
+        self.memory = KvMemory(self.forward, self.kv)
         self.swap = SwapTensors(self.kv, num_host_blocks)
 
     @torch.inference_mode()
@@ -87,15 +89,12 @@ class ModelRunner:
         A row that cannot be drawn is in the result's `row_errors`. Raises OutOfDeviceMemory; other errors of
         the forward pass come through.
         """
-        num_swapped = len(inputs.moves.swap_out) + len(inputs.moves.swap_in)
         device = self.kv.device
         with out_of_memory_named():
-            self.swap.reserve(
-                copy.target for copy in inputs.moves.swap_out
-            )  # once, so its time is no part of the swap rate
+            self.reserve(inputs.moves)
             start = mark(device)
-            self.move_blocks(inputs.moves)
-            begin = mark(device) if num_swapped else start
+            num_bytes = self.move(inputs.moves)
+            begin = mark(device) if num_bytes else start
             hidden = None
             with self.scorer.watching(inputs.prompt_rows) as seen:
                 if self.for_drafts.keeps_features:
@@ -110,8 +109,8 @@ class ModelRunner:
             verified.rows,
             seconds_between(begin, middle),
             seconds_between(middle, end),
-            seconds_between(start, begin) if num_swapped else 0.0,
-            num_swapped * self.kv.block_bytes,
+            seconds_between(start, begin) if num_bytes else 0.0,
+            num_bytes,
             None if hidden is None else self.for_drafts.features(hidden, inputs, verified),
             scores,
         )
@@ -125,12 +124,20 @@ class ModelRunner:
             self.kv.move_rows(*accepted_moves(inputs, verified.rows.token_ids))
         return verified
 
-    def move_blocks(self, moves: BlockMoves) -> None:
-        """In this order: save what is to be kept, clean, copy, bring back what was saved."""
+    def reserve(self, moves: BlockMoves) -> None:
+        """Take the host memory that `move` will copy to: its time is no part of the swap rate."""
+        self.swap.reserve(copy.target for copy in moves.swap_out)
+
+    def move(self, moves: BlockMoves) -> int:
+        """In this order: save what is to be kept, clean, copy, bring back what was saved.
+
+        How many bytes went to the host or came from there.
+        """
         self.swap.copy_out(moves.swap_out)
         self.kv.scrub_blocks(moves.scrub_blocks)
         self.kv.copy_blocks(moves.block_copies)
         self.swap.copy_in(moves.swap_in)
+        return (len(moves.swap_out) + len(moves.swap_in)) * self.kv.block_bytes
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -40,7 +40,7 @@ class PackedForward:
         attend_with(loaded.model, ATTENTION_NAME)
         scale_by_position(loaded.model)
         keep_rotation(loaded)
-        _expect_no_padding(loaded.model)
+        expect_no_padding(loaded.model)
         self.loaded = loaded
         self._feature_layers = tuple(feature_layers)
         self.backend = choose_backend(
@@ -126,7 +126,7 @@ class PackedForward:
         return logits, hidden if self._keeps_rows or rows is None else hidden[rows]
 
 
-def _expect_no_padding(model: nn.Module) -> None:
+def expect_no_padding(model: nn.Module) -> None:
     """Have no model look among its tokens for padding, of which there is none: it would wait for a device."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):

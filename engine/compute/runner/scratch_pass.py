@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from engine.compute.loading.loader import LoadedModel
-from engine.compute.recurrent.recurrent_forward import MemorySizes, RecurrentForward, SequenceMemory
+from engine.compute.recurrent.recurrent_forward import RecurrentForward
+from engine.compute.recurrent.state_memory import MemorySizes, StateMemory
 from engine.compute.runner.packed_forward import PackedForward
 from engine.plan.step_records import StepInputs
 
@@ -28,9 +29,9 @@ class ScratchPass:
         self, forward: PackedForward | RecurrentForward, sizes: MemorySizes, kept: torch.dtype | None = None
     ) -> None:
         self._forward = forward
-        self._memory: SequenceMemory | None = None
+        self._memory: StateMemory | None = None
         if isinstance(forward, RecurrentForward):
-            self._memory = forward.make_memory(sizes)
+            self._memory = StateMemory(forward, sizes)
             self.kv = self._memory.kv
         else:
             self.kv = forward.make_kv(sizes.num_blocks, sizes.block_size, kept)

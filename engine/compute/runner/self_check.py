@@ -11,7 +11,8 @@ import torch
 
 from engine.compute.attention.own_attention import EAGER, attending_with
 from engine.compute.loading.coded_weights import rounds_inputs
-from engine.compute.recurrent.recurrent_forward import MemorySizes, RecurrentForward
+from engine.compute.recurrent.recurrent_forward import RecurrentForward
+from engine.compute.recurrent.state_memory import MemorySizes
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.runner.scratch_pass import ScratchPass

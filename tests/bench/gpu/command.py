@@ -30,6 +30,7 @@ from tests.bench.gpu.idle import run_idle
 from tests.bench.gpu.peer import run_peer
 from tests.bench.gpu.prefill import run_prefill
 from tests.bench.gpu.sizes import FULL, SMALL
+from tests.bench.gpu.states import run_states
 from tests.bench.gpu.steps import run_steps
 from tests.bench.machine import about, package
 from tests.bench.report import Bar, Json, Measurement, Section, bars_table, report_json
@@ -57,6 +58,7 @@ PARTS: dict[str, Part] = {
     "curve": Part(run_curve, 70),
     "codes": Part(run_codes, 180, is_of_all=False),
     "experts": Part(run_experts, 60, is_of_all=False),
+    "states": Part(run_states, 120, is_of_all=False),
 }
 
 

@@ -47,6 +47,8 @@ def make_model(
         vocab_size=probe.vocab_size,
         eos_token_ids=frozenset(),
         layers=probe.layers,
+        states=probe.states,
+        attending=probe.attending,
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3_5TextConfig
 
 MAX_POSITIONS = 131_072
 
@@ -58,6 +58,44 @@ class LlamaShape:
 
 
 @dataclass(frozen=True, slots=True)
+class HybridShape:
+    """A dense Qwen3.5 by its sizes: of each four layers the last attends, the others carry a state.
+
+    `state_dim` is the width of a head's keys and values in a state, of which there are twice as many values.
+    """
+
+    name: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    state_heads: int
+    state_dim: int
+    vocab: int
+
+    def config(self) -> Qwen3_5TextConfig:
+        """Its configuration."""
+        return Qwen3_5TextConfig(
+            vocab_size=self.vocab,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            linear_num_key_heads=self.state_heads,
+            linear_num_value_heads=2 * self.state_heads,
+            linear_key_head_dim=self.state_dim,
+            linear_value_head_dim=self.state_dim,
+            max_position_embeddings=MAX_POSITIONS,
+            bos_token_id=0,
+            eos_token_id=1,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class MixtureShape:
     """A mixture by its sizes: `count` experts, each of [2 * width, hidden] and back; a row chooses `each`."""
 
@@ -92,6 +130,7 @@ class Sizes:
     curve_batches: tuple[int, ...]
     curve_contexts: tuple[int, ...]
     mixture: MixtureShape
+    hybrid: HybridShape
 
 
 FULL = Sizes(
@@ -115,6 +154,7 @@ FULL = Sizes(
     curve_batches=(1, 4, 16, 64, 256),
     curve_contexts=(128, 1024, 8192),
     mixture=MixtureShape("Qwen3-30B-A3B", 2048, 768, 128, 8),
+    hybrid=HybridShape("4B hybrid", 2560, 9216, 32, 16, 4, 256, 16, 128, 151_936),
 )
 
 # To try the benchmark itself, on any device: its figures mean nothing.
@@ -139,4 +179,5 @@ SMALL = Sizes(
     curve_batches=(1, 2),
     curve_contexts=(32,),
     mixture=MixtureShape("tiny", 64, 32, 6, 3),
+    hybrid=HybridShape("tiny hybrid", 64, 128, 4, 4, 2, 16, 2, 16, 512),
 )

@@ -151,7 +151,9 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-@pytest.mark.parametrize(("name", "num_bars"), [("decode", 3), ("steps", 1), ("drafts", 3), ("guided", 2)])
+@pytest.mark.parametrize(
+    ("name", "num_bars"), [("decode", 3), ("steps", 1), ("drafts", 3), ("guided", 2), ("states", 3)]
+)
 def test_a_section_on_the_runner_of_a_gpu(
     name: str, num_bars: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -163,7 +165,7 @@ def test_a_section_on_the_runner_of_a_gpu(
 
 
 def test_what_takes_long_is_measured_where_it_is_named() -> None:
-    assert not {"codes", "experts"} & set(command.read_arguments([]).wanted)
+    assert not {"codes", "experts", "states"} & set(command.read_arguments([]).wanted)
     assert command.read_arguments(["codes", "steps"]).wanted == ["steps", "codes"]
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from engine.compute.attention import AttentionContext
-from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.cuda.device_draw import DrawColumns, PlainDraw, column_words
 from engine.compute.cuda.device_ints import DeviceInts
+from engine.compute.recurrent.recurrent_forward import RecurrentForward
 from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.pass_memory import PassMemory
 from engine.plan.step_records import Int32, Int64, StepInputs
+
+AnyForward: TypeAlias = PackedForward | RecurrentForward
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +47,15 @@ class DevicePass:
 class EagerPasses:
     """Passes of any size, each operation queued by itself.
 
-    Of the `memory` a step's tokens take as many places as it has rows.
+    Of `tokens` a step's take as many places as it has rows.
     """
 
     def __init__(
-        self, forward: PackedForward, kv: KvTensors, memory: TokenMemory, *, keeps_features: bool
+        self, forward: AnyForward, memory: PassMemory, tokens: TokenMemory, *, keeps_features: bool
     ) -> None:
         self._forward = forward
-        self._kv = kv
         self._memory = memory
+        self._tokens = tokens
         self._keeps_features = keeps_features
 
     def start(self, inputs: StepInputs, previous: Int64 | None) -> DevicePass:
@@ -65,10 +68,10 @@ class EagerPasses:
             "rows": inputs.logits_rows.astype(np.int32),
             **column_words(inputs.sampling, places, num_rows),
         }
-        ints = DeviceInts({name: array.shape for name, array in words.items()}, self._kv.device)
+        ints = DeviceInts({name: array.shape for name, array in words.items()}, self._memory.kv.device)
         ints.put(words)
-        token_ids = fill_in(ints["token_ids"], ints["previous"], self._memory.tokens)
-        context = AttentionContext(inputs, self._kv, self._forward.backend)
+        token_ids = fill_in(ints["token_ids"], ints["previous"], self._tokens.tokens)
+        context = self._memory.begin(inputs)
         rows = ints["rows"].long()
 
         def compute() -> torch.Tensor:
@@ -83,7 +86,7 @@ class EagerPasses:
         def draw() -> None:
             if num_rows:
                 columns = DrawColumns.of({name: ints[name] for name in DrawColumns._fields})
-                self._memory.draw(logits, columns)
+                self._tokens.draw(logits, columns)
 
         return DevicePass(logits, places, draw, hidden)
 

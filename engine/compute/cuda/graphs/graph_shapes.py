@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from engine.compute.runner.pass_memory import PassRoom
 from engine.compute.verification.draft_rows import DraftRows
 from engine.plan.step_records import StepInputs
 
@@ -23,17 +24,21 @@ MAX_QUERY_LEN = 48
 
 
 class StepSize(NamedTuple):
-    """How large a step is: its tokens, the most of one sequence, and its sequences or wanted rows."""
+    """How large a step is: its tokens, the most of one sequence, and its sequences or wanted rows.
+
+    A model that carries state also has `num_again` drafts of earlier steps to take in.
+    """
 
     num_tokens: int
     query_len: int
     num_rows: int
+    num_again: int = 0
 
     @classmethod
-    def of(cls, inputs: StepInputs) -> StepSize:
+    def of(cls, inputs: StepInputs, num_again: int = 0) -> StepSize:
         """That of `inputs`."""
         num_rows = max(len(inputs.query_lens), len(inputs.logits_rows))
-        return cls(len(inputs.token_ids), int(inputs.query_lens.max()), num_rows)
+        return cls(len(inputs.token_ids), int(inputs.query_lens.max()), num_rows, num_again)
 
 
 class GraphShape(NamedTuple):
@@ -52,12 +57,18 @@ class GraphShape(NamedTuple):
         """Of how many tokens there are logits."""
         return self.num_rows or self.num_tokens
 
+    @property
+    def room(self) -> PassRoom:
+        """Where no sequence has more than one token, none was verified before; else as many as there are."""
+        return PassRoom(self.num_places, self.num_tokens, self.num_tokens if self.max_query_len > 1 else 0)
+
     def holds(self, size: StepSize) -> bool:
         """Whether a step of this size fits."""
         return (
             size.num_tokens <= self.num_tokens
             and size.query_len <= self.max_query_len
             and size.num_rows <= self.num_places
+            and size.num_again <= self.room.num_again
         )
 
 
@@ -77,11 +88,11 @@ def graph_shapes(max_num_seqs: int, max_draft_tokens: int, max_tokens: int = 0) 
     return sorted(shapes, reverse=True)
 
 
-def shape_for(inputs: StepInputs, recorded: Iterable[GraphShape]) -> GraphShape | None:
+def shape_for(inputs: StepInputs, recorded: Iterable[GraphShape], num_again: int = 0) -> GraphShape | None:
     """The smallest that holds the step; None if there is none, or something is asked that none does."""
     if inputs.prompt_rows is not None:
         return None
-    size = StepSize.of(inputs)
+    size = StepSize.of(inputs, num_again)
     fitting = (shape for shape in recorded if shape.holds(size))
     shape = min(fitting, default=None, key=lambda shape: (shape.max_query_len, shape.num_tokens))
     if shape is not None and shape.num_rows and inputs.drafts is not None:

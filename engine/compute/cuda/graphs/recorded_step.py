@@ -11,12 +11,12 @@ import torch
 from engine.compute.attention import AttentionContext, StepAttention
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.cuda.device_draw import DrawColumns, column_shapes, column_words
-from engine.compute.cuda.graphs.device_pass import DevicePass, TokenMemory, fill_in, token_words
+from engine.compute.cuda.graphs.device_pass import AnyForward, DevicePass, TokenMemory, fill_in, token_words
 from engine.compute.cuda.graphs.graph_shapes import GraphShape
 from engine.compute.cuda.graphs.recorder import Recorder
 from engine.compute.cuda.triton_tables import Bucket, StepTables
 from engine.compute.runner.dummy_steps import Part, pack_step
-from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.pass_memory import PassMemory
 from engine.plan.step_records import Int64, StepInputs
 
 
@@ -44,10 +44,11 @@ def bucket_of(shape: GraphShape, max_blocks: int) -> Bucket:
     return Bucket(num_tokens, num_tokens, max_blocks, query_len, num_tokens, query_len)
 
 
-def other_words(shape: GraphShape) -> dict[str, tuple[int, ...]]:
+def other_words(shape: GraphShape, memory: PassMemory) -> dict[str, tuple[int, ...]]:
     """What a step sends beside the tables of its attention."""
     num_tokens = shape.num_tokens
     words = {"token_ids": (num_tokens,), "previous": (num_tokens,), **column_shapes(shape.num_places)}
+    words |= memory.words(shape.room)
     return words | ({"rows": (shape.num_rows,)} if shape.num_rows else {})
 
 
@@ -78,14 +79,16 @@ class RecordedStep:
         self,
         tables: StepTables,
         attention: StepAttention,
-        forward: PackedForward,
-        kv: KvTensors,
+        forward: AnyForward,
+        carried: PassMemory,
         memory: GraphMemory,
         shape: GraphShape,
     ) -> None:
         self._tables = tables
         self._forward = forward
-        self._context = context_over(attention, kv)
+        self._carried = carried
+        self._room = shape.room
+        self._context = carried.recorded(context_over(attention, carried.kv), tables.arrays.views, shape.room)
         self._num_places = num_places = shape.num_places
         self._has_rows = shape.num_rows > 0
         self._tokens = memory.tokens
@@ -104,7 +107,7 @@ class RecordedStep:
 
     def fill(self, inputs: StepInputs, previous: Int64 | None) -> None:
         """Send the step in one asynchronous copy; `previous` as in EagerPasses."""
-        words = token_words(inputs, previous)
+        words = {**token_words(inputs, previous), **self._carried.fill(inputs, self._room)}
         if self._has_rows:
             words["rows"] = inputs.logits_rows.astype(np.int32)
         columns = column_words(inputs.sampling, self._places(inputs), self._num_places)

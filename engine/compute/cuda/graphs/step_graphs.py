@@ -9,15 +9,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from engine.compute.attention import StepAttention
 from engine.compute.attention.kv_tensors import KvTensors
-from engine.compute.cuda.graphs.device_pass import DevicePass, TokenMemory
+from engine.compute.cuda.device_ints import DeviceInts
+from engine.compute.cuda.graphs.device_pass import AnyForward, DevicePass, TokenMemory
 from engine.compute.cuda.graphs.graph_shapes import GraphShape, graph_shapes, shape_for
 from engine.compute.cuda.graphs.recorded_step import (
     GraphMemory,
@@ -33,7 +36,7 @@ from engine.compute.loading.coded_weights import most_expanded_bytes
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.device import is_out_of_memory
 from engine.compute.runner.dummy_steps import Part, pack_step
-from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.pass_memory import PassMemory, PassRoom
 from engine.plan.step_records import Int64, StepInputs
 
 log = logging.getLogger("slipstream.model")
@@ -89,13 +92,14 @@ class _Probe(NamedTuple):
 
 
 class StepGraphs:
-    """Records steps over `kv` and replays them; none before `record`. For the thread that runs the model."""
+    """Records steps over `memory` and replays them; none before `record`. For the model's thread."""
 
     def __init__(
-        self, forward: PackedForward, kv: KvTensors, tokens: TokenMemory, limits: GraphLimits
+        self, forward: AnyForward, memory: PassMemory, tokens: TokenMemory, limits: GraphLimits
     ) -> None:
         self._forward = forward
-        self._kv = kv
+        self._carried = memory
+        self._kv = memory.kv
         self._tokens = tokens
         self._limits = limits
         self._steps: dict[GraphShape, RecordedStep] = {}
@@ -129,7 +133,7 @@ class StepGraphs:
 
     def start(self, inputs: StepInputs, previous: Int64 | None) -> DevicePass | None:
         """Queue the pass, as EagerPasses does; None for a step that no recording holds."""
-        shape = shape_for(inputs, self._steps)
+        shape = shape_for(inputs, self._steps, self._carried.num_again(inputs)) if self._steps else None
         if shape is None:
             return None
         step = self._steps[shape]
@@ -147,9 +151,9 @@ class StepGraphs:
         ]
         memory = self._memory(probe, shapes, tables)
         for shape, own in zip(shapes, tables, strict=True):
-            own.reserve(probe.head_shapes, other_words(shape), memory.words)
+            own.reserve(probe.head_shapes, other_words(shape, self._carried), memory.words)
             attention = backend.step(own, self._kv)
-            step = RecordedStep(own, attention, self._forward, self._kv, memory, shape)
+            step = RecordedStep(own, attention, self._forward, self._carried, memory, shape)
             step.record(recorder)
             self._steps[shape] = step
 
@@ -160,7 +164,8 @@ class StepGraphs:
         num_places = max(shape.num_places for shape in shapes)
         num_tokens = max(shape.num_tokens for shape in shapes)
         num_words = max(
-            own.room(probe.head_shapes, other_words(shape)) for shape, own in zip(shapes, tables, strict=True)
+            own.room(probe.head_shapes, other_words(shape, self._carried))
+            for shape, own in zip(shapes, tables, strict=True)
         )
         return GraphMemory(
             words=torch.empty(num_words, dtype=torch.int32, device=self._kv.device),
@@ -172,12 +177,16 @@ class StepGraphs:
         )
 
     def _probe(self, backend: TabledAttention) -> _Probe:
-        """Compute one token beside the K/V that is served."""
-        kv = self._forward.make_kv(1, self._kv.block_size, self._kv.dtype)
+        """Compute one token beside what is served."""
+        scratch = self._carried.scratch()
+        kv, room = scratch.kv, PassRoom(1, 1)
         inputs = pack_step([Part([0], 0, 1, [0])], kv.block_size)
+        inputs = replace(inputs, state_slots=np.zeros(1, np.int32))
         tables = StepTables(kv.device, backend.workforce(kv))
         tables.fill(inputs)
-        context = context_over(backend.step(tables, kv), kv)
+        arrays = DeviceInts(scratch.words(room), kv.device)
+        arrays.put(scratch.fill(inputs, room))
+        context = scratch.recorded(context_over(backend.step(tables, kv), kv), arrays.views, room)
         token = torch.zeros(1, dtype=torch.long, device=kv.device)
 
         def compute() -> torch.Tensor:

@@ -59,7 +59,7 @@ def test_a_tokens_bits_are_its_own(scans: NativeScans, case: ScanCase) -> None:
     found = []
     for first, stop in ((0, 1), (1, 2), (2, 35), (35, 60)):
         piece = case.of((stop - first,), (0,))
-        run = ScanRun(case._scan, rows_of(three.inputs, first, stop), alone, piece.step)
+        run = ScanRun(case.scan, rows_of(three.inputs, first, stop), alone, piece.step)
         rows, alone = run.run(scans)
         found.append(rows)
     assert torch.equal(torch.cat(found), whole[:60])

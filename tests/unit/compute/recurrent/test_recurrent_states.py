@@ -44,7 +44,9 @@ def make_states(num_slots: int = 6) -> SlotStates:
 
 def test_slots_cost_what_they_are_said_to() -> None:
     states = make_states(num_slots=7)
-    tensors = [*states.rows.values(), *states.state.values()]
+    tensors = [rows[:7] for rows in states.rows.values()]  # behind them are those of nobody's slot
+    tensors += states.state.values()
+    assert {len(rows) for rows in states.rows.values()} == {8}
     assert sum(tensor.nbytes for tensor in tensors) == state_bytes(STATES, torch.bfloat16, 7, MAX_DRAFTS)
     assert state_bytes(STATES, torch.bfloat16) == (6 + 10) * 3 * 2 + (4 * 2 + 2 * 3 * 5) * 4
     assert state_bytes((), torch.float32, 100) == 0

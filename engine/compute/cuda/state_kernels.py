@@ -1,0 +1,168 @@
+"""The device code of recurrent layers, in Triton: how the tokens of each sequence advance its state.
+
+Each program has a part of one sequence's state to itself and takes that sequence's tokens in one by one, so
+a token's result has the same bits alone, in a crowd, and however its prompt was cut. What is launched follows
+from the number of tokens and sequences alone: which slots they continue is read on the device.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _run_at(runs, num_runs):
+    """Of this program's sequence its slot, its first row, how many it has, and how many are taken in."""
+    run = runs + tl.program_id(0)
+    slot, first = tl.load(run), tl.load(run + num_runs)
+    return slot, first, tl.load(run + 2 * num_runs), tl.load(run + 3 * num_runs)
+
+
+@triton.jit(do_not_specialize=["num_runs"])
+def delta_kernel(
+    query,
+    key,
+    value,
+    logs,
+    beta,
+    output,
+    state,
+    runs,
+    num_runs,
+    HEADS: tl.constexpr,
+    SHARE: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    KEYS_PADDED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The gated delta rule, see `delta_scan`; grid (runs, HEADS * blocks of COLUMNS values).
+
+    `query` and `key` are [M, HEADS / SHARE, KEYS], `value` and `output` [M, HEADS, VALUES], `logs` [M, HEADS,
+    KEYS or 1], `beta` [M, HEADS], `state` [slots, HEADS, KEYS, VALUES], all float32; `runs` int64 [4, runs].
+    """
+    slot, first, count, taken = _run_at(runs, num_runs)
+    if slot < 0:
+        return
+    blocks: tl.constexpr = (VALUES + COLUMNS - 1) // COLUMNS
+    head = tl.program_id(1) // blocks
+    keys = tl.arange(0, KEYS_PADDED)
+    columns = tl.program_id(1) % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    is_key, is_value = keys < KEYS, columns < VALUES
+    mask = is_key[:, None] & is_value[None, :]
+    places = state + (slot * HEADS + head) * KEYS * VALUES + keys[:, None] * VALUES + columns[None, :]
+    held = tl.load(places, mask=mask, other=0.0)
+    for token in range(0, count):
+        if token == taken:
+            tl.store(places, held, mask=mask)
+        row = (first + token) * HEADS + head
+        shared = ((first + token) * (HEADS // SHARE) + head // SHARE) * KEYS + keys
+        if BY_CHANNEL:
+            held *= tl.exp(tl.load(logs + row * KEYS + keys, mask=is_key, other=0.0))[:, None]
+        else:
+            held *= tl.exp(tl.load(logs + row))
+        known = tl.load(key + shared, mask=is_key, other=0.0)
+        recalled = tl.sum(held * known[:, None], 0)
+        wanted = tl.load(value + row * VALUES + columns, mask=is_value, other=0.0)
+        held += known[:, None] * (tl.load(beta + row) * (wanted - recalled))[None, :]
+        asked = tl.load(query + shared, mask=is_key, other=0.0)
+        tl.store(output + row * VALUES + columns, tl.sum(held * asked[:, None], 0), mask=is_value)
+    if taken == count:
+        tl.store(places, held, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_runs"])
+def structured_kernel(
+    inputs,
+    logs,
+    b,
+    c,
+    output,
+    state,
+    runs,
+    num_runs,
+    HEADS: tl.constexpr,
+    SHARE: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIZE_PADDED: tl.constexpr,
+):
+    """One decay for each head, see `structured_scan`; grid (runs, HEADS * blocks of ROWS of DIM).
+
+    `inputs` and `output` are [M, HEADS, DIM], `logs` [M, HEADS], `b` and `c` [M, HEADS / SHARE, SIZE],
+    `state` [slots, HEADS, DIM, SIZE], all float32; `runs` int64 [4, runs].
+    """
+    slot, first, count, taken = _run_at(runs, num_runs)
+    if slot < 0:
+        return
+    blocks: tl.constexpr = (DIM + ROWS - 1) // ROWS
+    head = tl.program_id(1) // blocks
+    rows = tl.program_id(1) % blocks * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, SIZE_PADDED)
+    is_row, is_column = rows < DIM, columns < SIZE
+    mask = is_row[:, None] & is_column[None, :]
+    places = state + (slot * HEADS + head) * DIM * SIZE + rows[:, None] * SIZE + columns[None, :]
+    held = tl.load(places, mask=mask, other=0.0)
+    for token in range(0, count):
+        if token == taken:
+            tl.store(places, held, mask=mask)
+        row = (first + token) * HEADS + head
+        shared = ((first + token) * (HEADS // SHARE) + head // SHARE) * SIZE + columns
+        fed = tl.load(inputs + row * DIM + rows, mask=is_row, other=0.0)
+        held *= tl.exp(tl.load(logs + row))
+        held += fed[:, None] * tl.load(b + shared, mask=is_column, other=0.0)[None, :]
+        mixed = tl.sum(held * tl.load(c + shared, mask=is_column, other=0.0)[None, :], 1)
+        tl.store(output + row * DIM + rows, mixed, mask=is_row)
+    if taken == count:
+        tl.store(places, held, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_runs", "slot_stride"])
+def selective_kernel(
+    inputs,
+    steps,
+    rates,
+    b,
+    c,
+    output,
+    state,
+    runs,
+    num_runs,
+    slot_stride,
+    CHANNELS: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIZE_PADDED: tl.constexpr,
+):
+    """A decay for each number of the state, see `selective_scan`; grid (runs, blocks of ROWS channels).
+
+    `inputs`, `steps` and `output` are [M, CHANNELS], `rates` [CHANNELS, SIZE], `b` and `c` [M, SIZE], `state`
+    [slots, CHANNELS, SIZE] with slots `slot_stride` apart, all float32; `runs` int64 [4, runs].
+    """
+    slot, first, count, taken = _run_at(runs, num_runs)
+    if slot < 0:
+        return
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, SIZE_PADDED)
+    is_row, is_column = rows < CHANNELS, columns < SIZE
+    mask = is_row[:, None] & is_column[None, :]
+    within = rows[:, None] * SIZE + columns[None, :]
+    rate = tl.load(rates + within, mask=mask, other=0.0)
+    places = state + slot * slot_stride + within
+    held = tl.load(places, mask=mask, other=0.0)
+    for token in range(0, count):
+        if token == taken:
+            tl.store(places, held, mask=mask)
+        row = (first + token) * CHANNELS + rows
+        shared = (first + token) * SIZE + columns
+        step = tl.load(steps + row, mask=is_row, other=0.0)
+        fed = step * tl.load(inputs + row, mask=is_row, other=0.0)
+        held *= tl.exp(step[:, None] * rate)
+        held += fed[:, None] * tl.load(b + shared, mask=is_column, other=0.0)[None, :]
+        mixed = tl.sum(held * tl.load(c + shared, mask=is_column, other=0.0)[None, :], 1)
+        tl.store(output + row, mixed, mask=is_row)
+    if taken == count:
+        tl.store(places, held, mask=mask)
