@@ -175,6 +175,21 @@ def test_a_step_may_want_no_logits(family: str) -> None:
     assert rows.token_ids == [int(whole_logits(family, tokens)[-1].argmax())]
 
 
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_a_single_token_that_is_held_back_is_taken_in_once(family: str) -> None:
+    """As the last of a prompt whose forks wait, where a chunk has just that one; beside a decode."""
+    one, other = tokens_of(9, 1), tokens_of(9, 2)
+    forward = RecurrentForward(load_recurrent(family))
+    memory = StateMemory(forward, MemorySizes(num_blocks=16, block_size=4, num_slots=2, max_drafts=1))
+    held = pack_slots({0: part(one, 6, 7, 0), 1: part(other, 4, 5, 1)})
+    with torch.inference_mode():
+        forward(pack_slots({0: part(one, 0, 6, 0), 1: part(other, 0, 4, 1)}), memory)
+        forward(replace(held, held_back=(0,)), memory)
+        found = forward(pack_slots({0: part(one, 7, 8, 0), 1: part(other, 5, 6, 1)}), memory)
+    expected = [whole_logits(family, tokens)[-1] for tokens in (one[:8], other[:6])]
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=5e-4)
+
+
 def test_a_step_is_timed() -> None:
     result = make_recurrent_runner("mamba").run(pack_slots({0: part(tokens_of(5), 0, 5)}))
     assert 0 < result.forward_s < 10 and 0 < result.sample_s < 10

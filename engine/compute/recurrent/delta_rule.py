@@ -35,7 +35,7 @@ def delta_scan(inputs: DeltaInputs, slots: LayerSlots) -> Tensor:
 
 def _delta_block(parts: Sequence[Tensor], block: ScanBlock, state: Tensor) -> tuple[Tensor, Tensor]:
     """What each token corrects depends on those before: a triangular system in place of a loop."""
-    if block.shape[1] == 1:
+    if block.shape[1] == 1 and block.taken is None:
         return _delta_token(parts, state)
     query, key, value, logs, beta = parts
     if block.valid is not None:

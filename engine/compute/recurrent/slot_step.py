@@ -134,14 +134,15 @@ class SlotStep:
     def blocks(self, size: int) -> list[ScanBlock]:
         """All mixed rows, in blocks of up to `size` tokens; a sequence's in their order.
 
-        Single tokens are together, and so are short runs. Blocks end with their sequences, and what a state
-        is not to take in lies in the last one.
+        Single tokens are together, and so are short runs, with those single ones that no state takes in.
+        Blocks end with their sequences, and what a state is not to take in lies in the last one.
         """
         size = max(size, int((self._num_mixed - self._num_taken).max()) + 1)
         if size not in self._blocks:
-            num, short = self._num_mixed, min(_SHORT, size)
-            blocks = [self._block(np.flatnonzero(num == 1), 1, 1)]
-            blocks.append(self._block(np.flatnonzero((num > 1) & (num <= short)), short, 1))
+            num, short, is_taken = self._num_mixed, min(_SHORT, size), self._num_taken > 0
+            blocks = [self._block(np.flatnonzero((num == 1) & is_taken), 1, 1)]
+            is_run = (num > 1) | ~is_taken
+            blocks.append(self._block(np.flatnonzero(is_run & (num <= short)), short, 1))
             long = np.flatnonzero(num > short)
             for left in range(int(-(-num[long].max(initial=0) // size)), 0, -1):
                 blocks.append(self._block(long[num[long] > (left - 1) * size], size, left))

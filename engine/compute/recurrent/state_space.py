@@ -121,7 +121,7 @@ def structured_scan(inputs: StructuredInputs, slots: LayerSlots) -> Tensor:
 
 
 def _structured_block(parts: Sequence[Tensor], block: ScanBlock, state: Tensor) -> tuple[Tensor, Tensor]:
-    if block.shape[1] == 1:
+    if block.shape[1] == 1 and block.taken is None:
         return _structured_token(parts, state)
     fed, logs, b, c = parts
     (count, length, num_heads, dim), (num_groups, size) = fed.shape, b.shape[2:]
