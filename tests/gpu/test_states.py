@@ -18,6 +18,8 @@ from engine.compute.recurrent.slot_states import LayerSlots
 from engine.compute.recurrent.slot_step import Pieces, SlotStep
 from engine.compute.recurrent.state_memory import MemorySizes
 from engine.compute.runner.dummy_steps import Part
+from engine.compute.runner.scratch_pass import forward_of
+from engine.compute.runner.self_check import packed_difference, packed_sample
 from engine.compute.sampling.sampler import Sampler
 from engine.plan.step_records import BlockMoves, StateCopy, StepInputs
 from tests.support.device_waits import waiting_refused
@@ -31,6 +33,7 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from engine.compute.cuda.fused_model import with_fused_layers  # noqa: E402
 from engine.compute.cuda.graphs.recorder import CudaRecorder  # noqa: E402
 from engine.compute.cuda.state_scans import TritonScans  # noqa: E402
 
@@ -110,6 +113,17 @@ def test_steps_are_the_plain_ones(family: str) -> None:
         assert isinstance(ahead.parts, RecurrentRunner)
         for mine, theirs in zip(ahead.parts.states.tensors, plain.states.tensors, strict=True):
             torch.testing.assert_close(mine[:NUM_SEQS], theirs[:NUM_SEQS], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", [*FAMILIES, "bamba_hybrid", "nemotron_h_hybrid"])
+def test_fused_as_served_the_logits_are_the_same(family: str, dtype: torch.dtype) -> None:
+    loaded = replace(as_loaded(tiny_model(family, dtype=dtype).to(CUDA)), device=CUDA)
+    expected = packed_sample(forward_of(loaded), block_size=16)
+    fused = with_fused_layers(loaded, 16, lambda: pytest.fail("the kernels do not run"))
+    assert fused.state_kernel is not None and "norms and MLPs fused" in fused.kernels_used
+    found = packed_sample(forward_of(fused), block_size=16)
+    assert packed_difference(found, expected, dtype, has_blocks=False) is None
 
 
 def test_launches_wait_for_nothing_and_know_the_tokens() -> None:

@@ -59,8 +59,8 @@ FAMILIES = {
     "gpt_oss": (2, 0),
     "gemma4": (4, 0),
 }
-# Each with the layers that have experts, beside layers of a delta rule or Mamba.
-HYBRIDS = {"qwen3_next_hybrid": 2, "granite_hybrid_moe": 3}
+# Each with the layers that have experts, beside layers of a delta rule or Mamba, and its norms and MLPs.
+HYBRIDS = {"qwen3_next_hybrid": (2, 14), "granite_hybrid_moe": (3, 9)}
 CHANGES: dict[str, dict[str, Any]] = {"gemma4": GEMMA4_EXPERTS}
 # As transformers calls them.
 CALLED = {
@@ -216,16 +216,18 @@ def test_a_model_of_fused_experts_is_the_model(family: str) -> None:
     torch.testing.assert_close(packed_sample(forward), before, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("family", "num_experts"), HYBRIDS.items())
+@pytest.mark.parametrize(("family", "num_experts", "num_parts"), [(name, *n) for name, n in HYBRIDS.items()])
 def test_a_model_that_carries_state_keeps_its_layers_and_gets_fused_experts_and_scans(
-    family: str, num_experts: int, monkeypatch: pytest.MonkeyPatch
+    family: str, num_experts: int, num_parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recurrent_forward, "choose_backend", lambda _: backend())
     loaded = as_loaded(tiny_model(family))
     before = packed_sample(forward_of(loaded))
     kinds = [type(layer) for layer in loaded.model.base_model.layers]
     fused = with_fused_layers(loaded, 4, lambda: pytest.fail("the kernels do not run"))
-    assert fused.kernels_used == f"for CUDA, states advanced, experts of {num_experts} fused"
+    assert fused.kernels_used == (
+        f"for CUDA, states advanced, {num_parts} norms and MLPs fused, experts of {num_experts} fused"
+    )
     assert type(fused.state_kernel) is TritonScans
     assert sum(isinstance(module, FusedExperts) for module in fused.model.modules()) == num_experts
     assert [type(layer) for layer in fused.model.base_model.layers] == kinds
@@ -236,7 +238,9 @@ def test_states_that_kernels_advance_otherwise_are_advanced_by_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(recurrent_forward, "choose_backend", lambda _: backend())
-    monkeypatch.setattr(TritonScans, "delta", lambda _, inputs, *__: torch.zeros_like(inputs.value))
+    for name in ("gated_delta", "delta"):
+        advance = getattr(TritonScans, name)
+        monkeypatch.setattr(TritonScans, name, lambda *call, advance=advance: advance(*call) * 0.9)
     loaded = as_loaded(tiny_model("qwen3_5_hybrid"))
     fused = with_fused_layers(loaded, 4, lambda: pytest.fail("the kernels run"))
     assert fused.state_kernel is None and "states are not advanced by kernels: logits differ" in caplog.text

@@ -99,7 +99,7 @@ async def test_with_drafts_of_which_some_come_true_they_say_the_same(
             params = SamplingParams(max_tokens=30, temperature=seed % 2, seed=seed, ignore_eos=True)
             guess = [] if told is None else told[seed].token_ids
             wrong = tuple((token_id + (place % 5 == 4)) % VOCAB_SIZE for place, token_id in enumerate(guess))
-            wish = SpeculationOptions(prediction=wrong or None)
+            wish = SpeculationOptions(prediction=wrong)
             request = GenerationRequest(f"r-{seed}", prompt_of(seed, 5 + seed), params, speculation=wish)
             streams.append(engine.submit(request))
         return await asyncio.gather(*(collect(stream) for stream in streams))

@@ -13,7 +13,7 @@ import torch
 
 from config import ModelSettings
 from engine.compute.loading.loader import load_model
-from engine.compute.recurrent import mixer_kinds
+from engine.compute.recurrent import mixer_kinds, pass_rows
 from engine.compute.recurrent.recurrent_forward import RecurrentForward
 from engine.compute.recurrent.slot_states import LayerSlots
 from engine.compute.recurrent.state_memory import MemorySizes, StateMemory
@@ -134,14 +134,22 @@ SCANS = ("selective_scan", "structured_scan", "delta_scan")
 
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "granite_hybrid", "qwen3_5_hybrid"])
 @pytest.mark.parametrize(
-    ("mutant", "names"),
-    [(forgets_the_state, SCANS), (mixes_slots_up, SCANS), (forgets_the_inputs, ("convolve",))],
+    ("mutant", "module", "names"),
+    [
+        (forgets_the_state, mixer_kinds, SCANS),
+        (mixes_slots_up, mixer_kinds, SCANS),
+        (forgets_the_inputs, pass_rows, ("convolve",)),
+    ],
 )
 def test_a_broken_recurrence_is_refused_at_start(
-    family: str, mutant: Callable[[Any], Any], names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    family: str,
+    mutant: Callable[[Any], Any],
+    module: Any,
+    names: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in names:
-        monkeypatch.setattr(mixer_kinds, name, mutant(getattr(mixer_kinds, name)))
+        monkeypatch.setattr(module, name, mutant(getattr(module, name)))
     with pytest.raises(UnsupportedModel, match=type(load_recurrent(family).model).__name__):
         check_forward(make_recurrent_runner(family).forward)
 

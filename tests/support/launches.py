@@ -31,9 +31,17 @@ class LaunchCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        if not func.is_view and name not in _FREE:
+        output = func(*args, **kwargs or {})
+        if name not in _FREE and not (func.is_view and _is_same(output, args[0])):
             self.names.append(name)
-        return func(*args, **kwargs or {})
+        return output
+
+
+def _is_same(output: Any, given: Any) -> bool:
+    """Whether what may be a view, as `to` and `contiguous` give it, is one."""
+    if not isinstance(output, torch.Tensor):
+        return True
+    return bool(output.untyped_storage().data_ptr() == given.untyped_storage().data_ptr())
 
 
 class CountedKernel:

@@ -6,7 +6,14 @@ from collections.abc import Callable
 
 import torch
 
-from engine.compute.recurrent.state_kernel import DeltaInputs, SelectiveInputs, StructuredInputs
+from engine.compute.recurrent.state_kernel import (
+    ConvInputs,
+    DeltaInputs,
+    GatedDelta,
+    GatedStructured,
+    SelectiveInputs,
+    StructuredInputs,
+)
 from tests.support.recorded import beside_the_device
 
 # A token's number and the state before it, to the state behind it and what comes of the token.
@@ -15,6 +22,9 @@ Advance = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 class TabledScans:
     """A StateKernel for a CPU that plays back; rows that no run has get NaN, which must not matter."""
+
+    def convolve(self, inputs: ConvInputs, runs: torch.Tensor, joins: torch.Tensor) -> None:
+        """Torch's operations do it."""
 
     @beside_the_device
     def delta(self, inputs: DeltaInputs, state: torch.Tensor, runs: torch.Tensor) -> torch.Tensor:
@@ -29,6 +39,12 @@ class TabledScans:
             return held, torch.einsum("hkv,hk->hv", held, query[row])
 
         return _over(runs, state, torch.full_like(value, torch.nan), advance)
+
+    def gated_delta(self, inputs: GatedDelta, state: torch.Tensor, runs: torch.Tensor) -> None:
+        """Torch's operations do what is around the scan."""
+
+    def gated_structured(self, inputs: GatedStructured, state: torch.Tensor, runs: torch.Tensor) -> None:
+        """Torch's operations do what is around the scan."""
 
     @beside_the_device
     def structured(self, inputs: StructuredInputs, state: torch.Tensor, runs: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from engine.compute.cuda.coded_kernels import (
     round_kernel,
 )
 from engine.compute.cuda.coded_layout import CodedShape, ProductLayout, large_layout, tiled_layout
+from engine.compute.cuda.conv_kernels import convolve_kernel, keep_kernel
 from engine.compute.cuda.expert_kernels import (
     expert_down_kernel,
     expert_gate_kernel,
@@ -34,10 +35,22 @@ from engine.compute.cuda.expert_kernels import (
     route_kernel,
 )
 from engine.compute.cuda.expert_layout import ExpertShape, layout_for, step_of
-from engine.compute.cuda.layer_kernels import gate_kernel, norm_kernel, rotate_kernel, store_kernel
+from engine.compute.cuda.layer_kernels import (
+    gate_kernel,
+    gated_norm_kernel,
+    norm_kernel,
+    rotate_kernel,
+    store_kernel,
+)
 from engine.compute.cuda.row_products import row_product_kernel
-from engine.compute.cuda.state_kernels import delta_kernel, selective_kernel, structured_kernel
-from engine.compute.cuda.state_scans import part_of
+from engine.compute.cuda.state_kernels import (
+    delta_kernel,
+    gated_delta_kernel,
+    gated_structured_kernel,
+    selective_kernel,
+    structured_kernel,
+)
+from engine.compute.cuda.state_scans import ConvSizes, part_of
 from engine.compute.cuda.triton_border import digit_kernel, survey_kernel, tie_kernel
 from engine.compute.cuda.triton_draw import score_kernel
 from engine.compute.cuda.triton_filter import kept_score_kernel, pick_kernel
@@ -161,6 +174,16 @@ LAYERS: list[tuple[Any, dict[str, Any]]] = [
         )
         for norms, pages in ((False, "plain"), (True, "plain"), (True, "int8"), (True, "fp8"))
     ),
+    (
+        gated_norm_kernel,
+        {"STRIDE": 128, "WIDTH": 128, "GROUP": 128, "PADDED": 128}
+        | {"GATES_FIRST": False, "BY_SIGMOID": False},
+    ),
+    (
+        gated_norm_kernel,
+        {"STRIDE": 16768, "WIDTH": 8192, "GROUP": 8192, "PADDED": 8192}
+        | {"GATES_FIRST": True, "BY_SIGMOID": False},
+    ),
     *(
         (
             row_product_kernel,
@@ -179,7 +202,7 @@ FILTER: list[tuple[Any, dict[str, Any]]] = [
 _ROWS = (
     *("query", "key", "value", "keys", "values", "output", "sinks", "logits", "best"),
     *("row", "bias", "product", "given", "added", "weight", "total", "normed", "gate_up", "gated"),
-    *("qkv", "cosines", "sines", "query_norm", "key_norm"),
+    *("gates", "qkv", "cosines", "sines", "query_norm", "key_norm"),
 )
 
 
@@ -331,6 +354,22 @@ STATES: list[tuple[str, Any, dict[str, Any]]] = [
         {"CHANNELS": 8192, "SIZE": 16, "ROWS": part_of(8192, 16), "SIZE_PADDED": 16},
     ),
 ]
+# Behind their convolutions, Qwen3.5's and Granite 4's layers: rows of a convolution in bfloat16.
+GATED_STATES: list[tuple[str, Any, dict[str, Any]]] = [
+    (
+        "gated delta",
+        gated_delta_kernel,
+        {"STRIDE": 8256, "HEADS": 32, "SHARE": 2, "KEYS": 128, "VALUES": 128, "SCALE": 128**-0.5}
+        | {"BETA": 1.0, "KEYS_PADDED": 128, "COLUMNS": part_of(128, 128)},
+    ),
+    (
+        "gated structured",
+        gated_structured_kernel,
+        {"STRIDE": 8576, "HEADS": 128, "SHARE": 128, "DIM": 64, "SIZE": 128}
+        | {"ROWS": part_of(64, 128), "SIZE_PADDED": 128},
+    ),
+]
+_CONVOLVED = ConvSizes(8256, 8192, 4, 3, 11, 8256, has_bias=True, activated=True)
 _SCANNED = (
     *("query", "key", "value", "logs", "beta"),
     *("inputs", "steps", "rates", "b", "c", "output", "state"),
@@ -342,6 +381,19 @@ def compile_states(capability: int) -> Iterator[tuple[str, tuple[int, int, int]]
     types = dict.fromkeys(_SCANNED, "*fp32") | {"runs": "*i64", "num_runs": "i32", "slot_stride": "i32"}
     for name, kernel, constants in STATES:
         yield f"states, {name}", compile_kernel(kernel, "fp32", constants, capability, types)
+    joined = {"joins": "*i64", "num_mixed": "i32", "least": "fp32", "most": "fp32"}
+    gated = types | joined | dict.fromkeys(("rows", "kept", "weight", "bias"), "*bf16")
+    gated |= dict.fromkeys(("decays", "direct"), "*bf16")
+    for name, kernel, constants in GATED_STATES:
+        own = gated | ({"output": "*bf16"} if kernel is gated_delta_kernel else {})
+        yield f"states, {name}", compile_kernel(kernel, "bf16", constants, capability, own)
+    for rows, num_runs in ((1, 1), (8, 256)):
+        constants = {"SIZES": _CONVOLVED, "RUNS_PADDED": num_runs, "ROWS": rows, "COLUMNS": 256}
+        own = gated | {"output": "*bf16"}
+        taken = compile_kernel(convolve_kernel, "bf16", constants, capability, own)
+        yield f"states, a convolution of {rows} rows", taken
+    kept = {"SIZES": _CONVOLVED, "COLUMNS": 256}
+    yield "states, kept", compile_kernel(keep_kernel, "bf16", kept, capability, gated)
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:

@@ -36,8 +36,11 @@ _NARROW = 1024  # columns up to which four warps norm a row as fast as eight
 
 
 class _Norm(Protocol):
-    weight: torch.Tensor
-    variance_epsilon: float
+    @property
+    def weight(self) -> torch.Tensor: ...
+
+    @property
+    def variance_epsilon(self) -> float: ...
 
 
 class FusedLayer(nn.Module):
@@ -152,9 +155,13 @@ class JoinedMlp(nn.Module):
     @staticmethod
     def fits(mlp: Any, dtype: torch.dtype) -> bool:
         """True for an MLP that can be computed; its output is still to be compared."""
+        return is_whole(mlp, "MLP") and JoinedMlp.can_join(mlp, dtype)
+
+    @staticmethod
+    def can_join(mlp: Any, dtype: torch.dtype) -> bool:
+        """True for what has the parts of one, whatever it does with them."""
         return (
-            is_whole(mlp, "MLP")
-            and type(getattr(mlp, "act_fn", None)).__name__ in _SILU
+            type(getattr(mlp, "act_fn", None)).__name__ in _SILU
             and all(_is_projection(linear, dtype) for linear in _inputs_of(mlp, _MLP))
             and _can_be_joined(_inputs_of(mlp, _MLP[:2]))
             and mlp.down_proj.bias is None  # it is added to in place

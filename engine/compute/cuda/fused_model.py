@@ -13,6 +13,7 @@ from engine.compute.attention import CONTEXT_KEYWORD, AttentionBackend, Attentio
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.cuda.fused_experts import FusedExperts, equal_experts
 from engine.compute.cuda.fused_layer import OF_ONE_ROW, OF_ROWS, FusedLayer, Products, norm
+from engine.compute.cuda.fused_parts import fuse_parts
 from engine.compute.cuda.state_scans import TritonScans
 from engine.compute.cuda.triton_attention import TritonAttention
 from engine.compute.loading.loader import LoadedModel
@@ -29,26 +30,31 @@ def with_fused_layers(loaded: LoadedModel, block_size: int, reload: Callable[[],
 
     `loaded` itself is changed: use what is returned. `reload` gives it anew, for when a kernel cannot be
     compiled or run. Attention that is not Triton's leaves the model as it is. Of a model that carries state
-    only the experts are fused, and kernels advance the states: the layers that attend do so in a pass of
-    another kind.
+    experts, norms and MLPs are fused by themselves, and kernels advance the states: its layers are of many
+    kinds.
     """
     backend = forward_of(loaded).backend
     if not isinstance(backend, TritonAttention):
         return loaded
     try:
+        num_parts = 0
         if loaded.keeps_state:
             loaded = with_scans(loaded, block_size)
+            num_parts = fuse_parts(loaded, block_size)
         num_experts = fuse_experts(loaded, block_size)  # first, so that layers are fused around them
         count = 0 if loaded.keeps_state else fuse_layers(loaded, backend, block_size)
     except Exception as error:  # whatever a compiler or a driver may raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         log.warning("layers are not fused: %s", reason)
         return replace(reload(), kernels_used=loaded.kernels_used)
-    if not count and not num_experts and loaded.state_kernel is None:
+    if not (count or num_experts or num_parts or loaded.state_kernel):
         return loaded
     used = [loaded.kernels_used or "for CUDA"]
     if loaded.state_kernel is not None:
         used.append("states advanced")
+    if num_parts:
+        log.info("%d norms and MLPs are fused", num_parts)
+        used.append(f"{num_parts} norms and MLPs fused")
     if count:
         log.info("%d of %d layers are fused", count, len(loaded.layers))
         used.append(f"{count} of {len(loaded.layers)} layers fused")

@@ -237,3 +237,38 @@ def store_kernel(
         HEADS,
         PAGES,
     )
+
+
+@triton.jit
+def gated_norm_kernel(
+    given,
+    gates,
+    weight,
+    normed,
+    eps,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    GATES_FIRST: tl.constexpr,
+    BY_SIGMOID: tl.constexpr,
+):
+    """The norm of each GROUP of `given` [rows, WIDTH], gated before or after; grid (rows, groups).
+
+    `gates` are [rows, WIDTH], STRIDE apart. A gate is silu(x), or sigmoid(x) where BY_SIGMOID.
+    """
+    places = tl.arange(0, PADDED)
+    columns = tl.program_id(1) * GROUP + places
+    mask = places < GROUP
+    first = tl.program_id(0).to(tl.int64) * WIDTH
+    gates += tl.program_id(0).to(tl.int64) * STRIDE
+    row = tl.load(given + first + columns, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gates + columns, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.sigmoid(gate) if BY_SIGMOID else gate * tl.sigmoid(gate)
+    if GATES_FIRST:
+        row *= gate
+    row *= tl.rsqrt(tl.sum(row * row, 0) / GROUP + eps) * scale
+    if not GATES_FIRST:
+        row *= gate
+    tl.store(normed + first + columns, row.to(normed.dtype.element_ty), mask=mask)

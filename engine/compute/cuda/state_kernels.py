@@ -166,3 +166,133 @@ def selective_kernel(
         tl.store(output + row, mixed, mask=is_row)
     if taken == count:
         tl.store(places, held, mask=mask)
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + exp(x)), as torch's: x itself where they are equal."""
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
+def _unit(row):
+    """Of length 1, as `mixer_kinds` makes queries and keys."""
+    return row * tl.rsqrt(tl.sum(row * row, 0) + 1e-6)
+
+
+@triton.jit(do_not_specialize=["num_runs"])
+def gated_delta_kernel(
+    rows,
+    decays,
+    bias,
+    output,
+    state,
+    runs,
+    num_runs,
+    STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    SHARE: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    SCALE: tl.constexpr,
+    BETA: tl.constexpr,
+    KEYS_PADDED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """See `StateKernel.gated_delta`; grid (runs, HEADS * blocks of COLUMNS values).
+
+    `rows`, STRIDE apart, have queries and keys [HEADS / SHARE, KEYS], values [HEADS, VALUES], and two gates
+    [HEADS]; `decays` and `bias` are [HEADS], `output` [M, HEADS, VALUES], `state` [slots, HEADS, KEYS,
+    VALUES] in float32; `runs` int64 [4, runs].
+    """
+    slot, first, count, taken = _run_at(runs, num_runs)
+    if slot < 0:
+        return
+    blocks: tl.constexpr = (VALUES + COLUMNS - 1) // COLUMNS
+    key_width: tl.constexpr = HEADS // SHARE * KEYS
+    head = tl.program_id(1) // blocks
+    keys = tl.arange(0, KEYS_PADDED)
+    columns = tl.program_id(1) % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    is_key, is_value = keys < KEYS, columns < VALUES
+    mask = is_key[:, None] & is_value[None, :]
+    places = state + (slot * HEADS + head) * KEYS * VALUES + keys[:, None] * VALUES + columns[None, :]
+    held = tl.load(places, mask=mask, other=0.0)
+    rate = tl.exp(tl.load(decays + head).to(tl.float32))
+    shift = tl.load(bias + head).to(tl.float32)
+    for token in range(0, count):
+        if token == taken:
+            tl.store(places, held, mask=mask)
+        row = rows + (first + token) * STRIDE
+        asked = row + head // SHARE * KEYS + keys
+        values = row + 2 * key_width + head * VALUES + columns
+        gates = row + 2 * key_width + HEADS * VALUES + head
+        beta = tl.sigmoid(tl.load(gates).to(tl.float32)).to(rows.dtype.element_ty).to(tl.float32) * BETA
+        held *= tl.exp(-rate * _softplus(tl.load(gates + HEADS).to(tl.float32) + shift))
+        known = _unit(tl.load(asked + key_width, mask=is_key, other=0.0).to(tl.float32))
+        recalled = tl.sum(held * known[:, None], 0)
+        wanted = tl.load(values, mask=is_value, other=0.0).to(tl.float32)
+        held += known[:, None] * (beta * (wanted - recalled))[None, :]
+        query = _unit(tl.load(asked, mask=is_key, other=0.0).to(tl.float32)) * SCALE
+        said = tl.sum(held * query[:, None], 0).to(output.dtype.element_ty)
+        tl.store(output + ((first + token) * HEADS + head) * VALUES + columns, said, mask=is_value)
+    if taken == count:
+        tl.store(places, held, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_runs", "least", "most"])
+def gated_structured_kernel(
+    rows,
+    decays,
+    bias,
+    direct,
+    output,
+    state,
+    runs,
+    num_runs,
+    least,
+    most,
+    STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    SHARE: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIZE_PADDED: tl.constexpr,
+):
+    """See `StateKernel.gated_structured`; grid (runs, HEADS * blocks of ROWS of DIM).
+
+    `rows`, STRIDE apart, have inputs [HEADS, DIM], b and c [HEADS / SHARE, SIZE], and steps [HEADS];
+    `decays`, `bias` and `direct` are [HEADS], `output` [M, HEADS, DIM] and `state` [slots, HEADS, DIM, SIZE]
+    in float32; `runs` int64 [4, runs]. Steps are at `least` and at `most` so large.
+    """
+    slot, first, count, taken = _run_at(runs, num_runs)
+    if slot < 0:
+        return
+    blocks: tl.constexpr = (DIM + ROWS - 1) // ROWS
+    shared: tl.constexpr = HEADS // SHARE * SIZE
+    head = tl.program_id(1) // blocks
+    lines = tl.program_id(1) % blocks * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, SIZE_PADDED)
+    is_line, is_column = lines < DIM, columns < SIZE
+    mask = is_line[:, None] & is_column[None, :]
+    places = state + (slot * HEADS + head) * DIM * SIZE + lines[:, None] * SIZE + columns[None, :]
+    held = tl.load(places, mask=mask, other=0.0)
+    rate = tl.exp(tl.load(decays + head).to(tl.float32))
+    shift = tl.load(bias + head).to(tl.float32)
+    past = tl.load(direct + head).to(tl.float32)
+    for token in range(0, count):
+        if token == taken:
+            tl.store(places, held, mask=mask)
+        row = rows + (first + token) * STRIDE
+        given = tl.load(row + head * DIM + lines, mask=is_line, other=0.0).to(tl.float32)
+        gates = row + HEADS * DIM + head // SHARE * SIZE + columns
+        b = tl.load(gates, mask=is_column, other=0.0).to(tl.float32)
+        c = tl.load(gates + shared, mask=is_column, other=0.0).to(tl.float32)
+        step = _softplus(tl.load(row + HEADS * DIM + 2 * shared + head).to(tl.float32) + shift)
+        step = tl.minimum(tl.maximum(step, least), most)
+        held *= tl.exp(-rate * step)
+        held += (step * given)[:, None] * b[None, :]
+        mixed = tl.sum(held * c[None, :], 1) + given * past
+        tl.store(output + ((first + token) * HEADS + head) * DIM + lines, mixed, mask=is_line)
+    if taken == count:
+        tl.store(places, held, mask=mask)

@@ -2,19 +2,88 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 
-from engine.compute.cuda.state_kernels import delta_kernel, selective_kernel, structured_kernel
-from engine.compute.recurrent.state_kernel import DeltaInputs, SelectiveInputs, StructuredInputs
+from engine.compute.cuda.conv_kernels import convolve_kernel, keep_kernel
+from engine.compute.cuda.state_kernels import (
+    delta_kernel,
+    gated_delta_kernel,
+    gated_structured_kernel,
+    selective_kernel,
+    structured_kernel,
+)
+from engine.compute.recurrent.state_kernel import (
+    ConvInputs,
+    DeltaInputs,
+    GatedDelta,
+    GatedStructured,
+    SelectiveInputs,
+    StructuredInputs,
+)
 
 # Of a program: the numbers of a state that its threads keep in registers, and the most in one column of them.
 _HELD = 4096
 _MOST_SIZE = 256
+# Of a convolution: how many rows and columns one program computes at most.
+_ROWS, _COLUMNS = 8, 256
+
+
+@dataclass(frozen=True, slots=True)
+class ConvSizes:
+    """What a convolution's kernels are compiled for. Rows of the pass are `stride` apart."""
+
+    width: int
+    channels: int
+    taps: int
+    before: int
+    num_kept: int
+    stride: int
+    has_bias: bool
+    activated: bool
 
 
 class TritonScans:
-    """A StateKernel, one launch a scan. Every tensor is float32; rows that no run has become 0."""
+    """A StateKernel, one launch a scan. Of scans every tensor is float32; rows that no run has become 0."""
+
+    def convolve(self, inputs: ConvInputs, runs: torch.Tensor, joins: torch.Tensor) -> torch.Tensor | None:
+        """See StateKernel. Two launches: what is kept moves only once all has been read."""
+        rows, kept, (channels, taps) = inputs.rows, inputs.kept, inputs.weight.shape
+        if inputs.before + 1 < taps or rows.stride(1) != 1 or not kept.is_contiguous():
+            return None
+        width, num_runs = rows.shape[1], runs.shape[1]
+        sizes = ConvSizes(
+            width,
+            channels,
+            taps,
+            inputs.before,
+            kept.shape[1],
+            rows.stride(0),
+            has_bias=inputs.bias is not None,
+            activated=inputs.activated,
+        )
+        output = rows.new_empty(inputs.num_mixed, width)
+        at_once = min(_ROWS, triton.next_power_of_2(max(1, inputs.num_mixed)))
+        blocks = triton.cdiv(width, _COLUMNS)
+        convolve_kernel[(triton.cdiv(inputs.num_mixed, at_once), blocks)](
+            rows,
+            kept,
+            inputs.weight,
+            inputs.weight if inputs.bias is None else inputs.bias,
+            output,
+            runs,
+            joins,
+            num_runs,
+            inputs.num_mixed,
+            SIZES=sizes,
+            RUNS_PADDED=triton.next_power_of_2(num_runs),
+            ROWS=at_once,
+            COLUMNS=_COLUMNS,
+        )
+        keep_kernel[(num_runs, blocks)](rows, kept, runs, joins, num_runs, SIZES=sizes, COLUMNS=_COLUMNS)
+        return output
 
     def delta(self, inputs: DeltaInputs, state: torch.Tensor, runs: torch.Tensor) -> torch.Tensor | None:
         """See StateKernel."""
@@ -37,6 +106,64 @@ class TritonScans:
             BY_CHANNEL=inputs.logs.shape[-1] > 1,
             KEYS_PADDED=padded,
             COLUMNS=columns,
+        )
+        return output
+
+    def gated_delta(self, inputs: GatedDelta, state: torch.Tensor, runs: torch.Tensor) -> torch.Tensor | None:
+        """See StateKernel."""
+        rows, (_, heads, keys, values) = inputs.rows, state.shape
+        if keys > _MOST_SIZE or rows.stride(1) != 1 or not state.is_contiguous():
+            return None
+        output = rows.new_zeros(len(rows), heads, values)
+        padded = triton.next_power_of_2(keys)
+        columns = part_of(values, padded)
+        gated_delta_kernel[(runs.shape[1], heads * triton.cdiv(values, columns))](
+            rows,
+            inputs.decays,
+            inputs.bias,
+            output,
+            state,
+            runs,
+            runs.shape[1],
+            STRIDE=rows.stride(0),
+            HEADS=heads,
+            SHARE=heads // inputs.key_heads,
+            KEYS=keys,
+            VALUES=values,
+            SCALE=keys**-0.5,
+            BETA=inputs.beta,
+            KEYS_PADDED=padded,
+            COLUMNS=columns,
+        )
+        return output
+
+    def gated_structured(
+        self, inputs: GatedStructured, state: torch.Tensor, runs: torch.Tensor
+    ) -> torch.Tensor | None:
+        """See StateKernel."""
+        rows, (_, heads, dim, size) = inputs.rows, state.shape
+        if size > _MOST_SIZE or rows.stride(1) != 1 or not state.is_contiguous():
+            return None
+        output = torch.zeros(len(rows), heads, dim, device=rows.device)
+        padded = triton.next_power_of_2(size)
+        lines = part_of(dim, padded)
+        gated_structured_kernel[(runs.shape[1], heads * triton.cdiv(dim, lines))](
+            rows,
+            inputs.decays,
+            inputs.bias,
+            inputs.direct,
+            output,
+            state,
+            runs,
+            runs.shape[1],
+            *inputs.limits,
+            STRIDE=rows.stride(0),
+            HEADS=heads,
+            SHARE=heads // inputs.groups,
+            DIM=dim,
+            SIZE=size,
+            ROWS=lines,
+            SIZE_PADDED=padded,
         )
         return output
 

@@ -9,7 +9,14 @@ import torch
 
 from engine.compute.native.kernels import NativeKernels
 from engine.compute.native.records import DeltaScan, Runs, SelectiveScan, StructuredScan
-from engine.compute.recurrent.state_kernel import DeltaInputs, SelectiveInputs, StructuredInputs
+from engine.compute.recurrent.state_kernel import (
+    ConvInputs,
+    DeltaInputs,
+    GatedDelta,
+    GatedStructured,
+    SelectiveInputs,
+    StructuredInputs,
+)
 
 # As state_scans.h has them: of a head by the delta rule; of the numbers that an input has in other states.
 _MOST_KEYS, _KEYS_AT_ONCE, _COLUMNS = 256, 4, 32
@@ -25,6 +32,9 @@ class NativeScans:
         self._structured = kernels.function("slip_structured_scan", ctypes.POINTER(StructuredScan))
         self._selective = kernels.function("slip_selective_scan", ctypes.POINTER(SelectiveScan))
 
+    def convolve(self, inputs: ConvInputs, runs: torch.Tensor, joins: torch.Tensor) -> None:
+        """See StateKernel: torch's operations do it."""
+
     def delta(self, inputs: DeltaInputs, state: torch.Tensor, runs: torch.Tensor) -> torch.Tensor | None:
         """See StateKernel."""
         (_, key_heads, keys), (_, heads, values) = inputs.key.shape, inputs.value.shape
@@ -36,6 +46,12 @@ class NativeScans:
         sizes = heads, key_heads, keys, values, decays.shape[-1] == keys > 1
         self._delta(self._team.handle, DeltaScan(_record(runs), *_addresses(*given, state, output), *sizes))
         return output
+
+    def gated_delta(self, inputs: GatedDelta, state: torch.Tensor, runs: torch.Tensor) -> None:
+        """See StateKernel: torch's operations do what is around the scan."""
+
+    def gated_structured(self, inputs: GatedStructured, state: torch.Tensor, runs: torch.Tensor) -> None:
+        """See StateKernel: torch's operations do what is around the scan."""
 
     def structured(
         self, inputs: StructuredInputs, state: torch.Tensor, runs: torch.Tensor

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.compute.recurrent.slot_states import LayerSlots
 from engine.compute.recurrent.slot_step import ScanBlock
-from engine.compute.recurrent.state_kernel import DeltaInputs
+from engine.compute.recurrent.state_kernel import DeltaInputs, GatedDelta
 from engine.compute.recurrent.state_space import decay_sums, decays_between, scan
 
 _BLOCK = 64
@@ -31,6 +31,18 @@ def delta_scan(inputs: DeltaInputs, slots: LayerSlots) -> Tensor:
         inputs = inputs._replace(query=query, key=key)
     size = _BLOCK if inputs.logs.shape[-1] == 1 else _CHANNEL_BLOCK
     return scan(inputs, slots, size, torch.empty_like(inputs.value), _delta_block)
+
+
+def unit_keys(rows: Tensor) -> Tensor:
+    """Of length 1, as all of these layers' kernels make queries and keys."""
+    rows = rows.float()
+    return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def gated_delta(inputs: GatedDelta, slots: LayerSlots) -> Tensor | None:
+    """See StateKernel; None where no kernel does it."""
+    kernel = slots.kernel
+    return None if kernel is None else kernel.gated_delta(inputs, slots.state, slots.step.runs)
 
 
 def _delta_block(parts: Sequence[Tensor], block: ScanBlock, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,13 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.compute.recurrent.delta_rule import delta_scan
+from engine.compute.recurrent.delta_rule import delta_scan, gated_delta, unit_keys
+from engine.compute.recurrent.pass_rows import PassRows
 from engine.compute.recurrent.slot_states import LayerSlots, LayerState
 from engine.compute.recurrent.slot_step import take
-from engine.compute.recurrent.state_kernel import DeltaInputs, SelectiveInputs, StructuredInputs
+from engine.compute.recurrent.state_kernel import (
+    DeltaInputs,
+    GatedDelta,
+    GatedStructured,
+    SelectiveInputs,
+    StructuredInputs,
+)
 from engine.compute.recurrent.state_space import (
-    convolve,
     diagonal_scan,
+    gated_structured,
     selective_scan,
     shifted,
     structured_scan,
@@ -40,20 +47,15 @@ class Kind(NamedTuple):
     """How a class of layers works on N new tokens, of which the pass makes M rows to mix.
 
     `state` says what it keeps; `project` gives each new token's row, [N, row_width], and whatever else
-    `finish` needs; `mix` is given the rows as `LayerSlots.extend` gives them and gives [M, ...]; `finish`
-    makes [N, hidden] of the new ones, and `give` of these what the layer is expected to return.
+    `finish` needs; `mix` is given these rows behind those that slots keep and gives [M, ...]; `finish` makes
+    [N, hidden] of the new ones, and `give` of these what the layer is expected to return.
     """
 
     state: Callable[[Any], LayerState]
     project: Callable[[Any, Tensor], tuple[Tensor, Any]]
-    mix: Callable[[Any, Tensor, LayerSlots], Tensor]
+    mix: Callable[[Any, PassRows, LayerSlots], Tensor]
     finish: Callable[[Any, Tensor, Any], Tensor]
     give: Callable[[Any, Tensor], Any] = _alone
-
-
-def _gates(extended: Tensor, first: int, slots: LayerSlots) -> Tensor:
-    """The columns of rows from `first` on, which no convolution reads: [M, ...]."""
-    return take(extended, slots.step.mixed)[:, first:]
 
 
 def _heads(rows: Tensor, num_heads: int) -> Tensor:
@@ -74,8 +76,8 @@ def _mamba_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return inputs, gate
 
 
-def _mamba_mix(layer: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
-    inputs = F.silu(convolve(extended, layer.conv1d, slots))
+def _mamba_mix(layer: Any, rows: PassRows, slots: LayerSlots) -> Tensor:
+    inputs, _ = rows.convolved(layer.conv1d)
     sizes = [layer.time_step_rank, layer.ssm_state_size, layer.ssm_state_size]
     steps, b, c = layer.x_proj(inputs).split(sizes, dim=-1)
     if hasattr(layer, "dt_layernorm"):
@@ -105,8 +107,8 @@ def _zamba_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return projected[..., 0], projected[..., 1]
 
 
-def _zamba_mix(layer: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
-    inputs = _heads(F.silu(convolve(extended, layer.conv1d, slots)), layer.n_mamba_heads)
+def _zamba_mix(layer: Any, rows: PassRows, slots: LayerSlots) -> Tensor:
+    inputs = _heads(rows.convolved(layer.conv1d)[0], layer.n_mamba_heads)
     output = torch.empty_like(inputs, dtype=torch.float32)  # [M, heads, dim]
     sizes = [layer.time_step_rank, layer.ssm_state_size, layer.ssm_state_size]
     for head, fed in enumerate(inputs.unbind(1)):
@@ -137,9 +139,14 @@ def _mamba2_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return rows, gate
 
 
-def _mamba2_mix(layer: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
-    inputs = F.silu(convolve(extended[:, : layer.conv_dim], layer.conv1d, slots)).float()
-    steps = _gates(extended, layer.conv_dim, slots).float()  # [M, heads]
+def _mamba2_mix(layer: Any, rows: PassRows, slots: LayerSlots) -> Tensor:
+    convolved = rows.convolved(layer.conv1d)
+    if rows.convolved_whole is not None:
+        sizes = layer.head_dim, layer.n_groups, layer.ssm_state_size, layer.time_step_limit
+        given = GatedStructured(rows.convolved_whole, layer.A_log, layer.dt_bias, layer.D, *sizes)
+        if (output := gated_structured(given, slots)) is not None:
+            return output.flatten(1)
+    inputs, steps = (part.float() for part in convolved)  # the latter [M, heads]
     shared = layer.n_groups * layer.ssm_state_size
     inputs, b, c = torch.split(inputs, [layer.intermediate_size, shared, shared], dim=-1)
     inputs = _heads(inputs, layer.num_heads)
@@ -166,6 +173,8 @@ def _delta_state(layer: Any) -> LayerState:
 
 
 def _delta_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    if hasattr(layer, "in_proj_together"):
+        return layer.in_proj_together(hidden), layer.in_proj_z(hidden)
     parts = (layer.in_proj_qkv(hidden), layer.in_proj_b(hidden), layer.in_proj_a(hidden))
     return torch.cat(parts, dim=-1), layer.in_proj_z(hidden)
 
@@ -184,16 +193,22 @@ def _delta_project_apart(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([getattr(layer, name)(hidden) for name in names], dim=-1), layer.g_proj(hidden)
 
 
-def _delta_mix(layer: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
-    mixed = F.silu(convolve(extended[:, : layer.conv_dim], layer.conv1d, slots))
+def _delta_mix(layer: Any, rows: PassRows, slots: LayerSlots) -> Tensor:
+    mixed, gates = rows.convolved(layer.conv1d)
+    most = 2.0 if getattr(layer, "allow_neg_eigval", False) else 1.0
+    if rows.convolved_whole is not None:
+        sizes = layer.num_k_heads, layer.head_k_dim, layer.head_v_dim, most
+        given = GatedDelta(rows.convolved_whole, layer.A_log, layer.dt_bias, *sizes)
+        if (output := gated_delta(given, slots)) is not None:
+            return output
     query, key, value = torch.split(mixed, [layer.key_dim, layer.key_dim, layer.value_dim], dim=-1)
-    query, key = (_unit_keys(_heads(part, layer.num_k_heads)) for part in (query, key))
-    beta, steps = _gates(extended, layer.conv_dim, slots).chunk(2, dim=-1)
-    beta = beta.sigmoid().float() * (2.0 if getattr(layer, "allow_neg_eigval", False) else 1.0)
+    query, key = (unit_keys(_heads(part, layer.num_k_heads)) for part in (query, key))
+    beta, steps = gates.chunk(2, dim=-1)
+    beta = beta.sigmoid().float() * most
     logs = -layer.A_log.float().exp() * F.softplus(steps.float() + layer.dt_bias.float())
     value = _heads(value.float(), layer.num_v_heads)
     inputs = DeltaInputs(query * layer.head_k_dim**-0.5, key, value, logs[..., None], beta)
-    return delta_scan(inputs, slots).to(extended.dtype)
+    return delta_scan(inputs, slots).to(mixed.dtype)
 
 
 def _delta_finish(layer: Any, mixed: Tensor, gate: Tensor) -> Tensor:
@@ -206,12 +221,6 @@ def _delta_finish_apart(layer: Any, mixed: Tensor, gate: Tensor) -> Tensor:
     normed = layer.o_norm(mixed.flatten(0, 1), gate.reshape(-1, layer.head_v_dim))
     output: Tensor = layer.o_proj(normed.view(len(mixed), -1))
     return output
-
-
-def _unit_keys(rows: Tensor) -> Tensor:
-    """Of length 1, as all of these layers' kernels make queries and keys."""
-    rows = rows.float()
-    return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def _kimi_state(layer: Any) -> LayerState:
@@ -232,10 +241,9 @@ def _bailing_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([layer.get_submodule(name)(hidden) for name in names], dim=-1), layer.g_proj(hidden)
 
 
-def _kimi_mix(layer: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
-    mixed = F.silu(convolve(extended[:, : layer.conv_dim], layer.conv1d, slots))
+def _kimi_mix(layer: Any, rows: PassRows, slots: LayerSlots) -> Tensor:
+    mixed, gates = rows.convolved(layer.conv1d)
     query, key, value = (_heads(part, layer.num_heads) for part in mixed.chunk(3, dim=-1))
-    gates = _gates(extended, layer.conv_dim, slots)
     steps, beta = torch.split(gates, [layer.qkv_dim, layer.num_heads], dim=-1)
     forget = layer.forget_gate
     steps = _heads(steps.float() + forget.dt_bias.float(), layer.num_heads)
@@ -244,9 +252,9 @@ def _kimi_mix(layer: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
         logs = forget.lower_bound * (rates * steps).sigmoid()
     else:
         logs = -rates * F.softplus(steps)
-    query = _unit_keys(query) * layer.head_dim**-0.5
-    inputs = DeltaInputs(query, _unit_keys(key), value.float(), logs, beta.sigmoid().float())
-    return delta_scan(inputs, slots).to(extended.dtype)
+    query = unit_keys(query) * layer.head_dim**-0.5
+    inputs = DeltaInputs(query, unit_keys(key), value.float(), logs, beta.sigmoid().float())
+    return delta_scan(inputs, slots).to(mixed.dtype)
 
 
 def _kimi_finish(layer: Any, mixed: Tensor, gate: Tensor) -> Tensor:
@@ -267,8 +275,8 @@ def _conv_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return b * inputs, c
 
 
-def _conv_mix(layer: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
-    return convolve(extended, layer.conv, slots)
+def _conv_mix(layer: Any, rows: PassRows, slots: LayerSlots) -> Tensor:
+    return rows.convolved(layer.conv, activated=False)[0]
 
 
 def _conv_finish(layer: Any, mixed: Tensor, c: Tensor) -> Tensor:
@@ -293,8 +301,8 @@ def _zaya_project(layer: Any, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, Ten
     return torch.cat((query, key, layer.v_proj_delayed(hidden)), dim=-1), kept
 
 
-def _zaya_mix(layer: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
-    step, channels = slots.step, layer.conv_qk_depthwise.in_channels
+def _zaya_mix(layer: Any, rows: PassRows, slots: LayerSlots) -> Tensor:
+    step, channels, extended = slots.step, layer.conv_qk_depthwise.in_channels, rows.extended
     mixed = layer.conv_qk_grouped(layer.conv_qk_depthwise(extended[:, :channels].T[None]))[0].T
     delayed = take(extended[:, channels:], shifted(step.mixed, 1))
     if layer.v_proj_delayed.bias is not None:  # before a sequence there is a token of zeros
@@ -328,12 +336,12 @@ def _lightning_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return layer.act_fn(layer.qkv_proj(hidden)), layer.output_gate(hidden)
 
 
-def _lightning_mix(layer: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
-    rows = _heads(take(extended, slots.step.mixed).float(), layer.num_attention_heads)
-    query, key, value = rows.chunk(3, dim=-1)  # [M, heads, dim]
-    logs = -layer.slope_rate.float().view(1, -1).expand(len(rows), -1)
+def _lightning_mix(layer: Any, rows: PassRows, slots: LayerSlots) -> Tensor:
+    heads = _heads(rows.mixed.float(), layer.num_attention_heads)
+    query, key, value = heads.chunk(3, dim=-1)  # [M, heads, dim]
+    logs = -layer.slope_rate.float().view(1, -1).expand(len(heads), -1)
     mixed = structured_scan(StructuredInputs(value, logs, key, query), slots)
-    return mixed.flatten(1).to(extended.dtype)
+    return mixed.flatten(1).to(rows.mixed.dtype)
 
 
 def _lightning_finish(layer: Any, mixed: Tensor, gate: Tensor) -> Tensor:
@@ -354,10 +362,10 @@ def _rwkv_project(block: Any, hidden: Tensor) -> tuple[Tensor, None]:
     return torch.cat((block.ln1(hidden), hidden), dim=-1), None
 
 
-def _rwkv_mix(block: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
+def _rwkv_mix(block: Any, rows: PassRows, slots: LayerSlots) -> Tensor:
     attention, feed_forward = block.attention, block.feed_forward
-    normed, hidden = take(extended, slots.step.mixed).chunk(2, dim=-1)
-    before = take(extended, shifted(slots.step.mixed, 1)).chunk(2, dim=-1)[0]
+    normed, hidden = rows.mixed.chunk(2, dim=-1)
+    before = take(rows.extended, shifted(slots.step.mixed, 1)).chunk(2, dim=-1)[0]
     size = 3 * attention.attention_hidden_size
     sums = replace(slots, state=slots.state[:, :size].view(len(slots.state), 3, -1))
 
@@ -380,10 +388,6 @@ def _rwkv_mix(block: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
     return output
 
 
-def _mixed_whole(_block: Any, mixed: Tensor, _: None) -> Tensor:
-    return mixed
-
-
 def _with_two_nothings(_block: Any, output: Tensor) -> tuple[Tensor, None, None]:
     return output[None], None, None
 
@@ -399,8 +403,8 @@ def _lru_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return layer.linear_x(hidden), layer.act_fn(layer.linear_y(hidden))
 
 
-def _lru_mix(layer: Any, extended: Tensor, slots: LayerSlots) -> Tensor:
-    inputs, lru = convolve(extended, layer.conv_1d, slots), layer.rg_lru
+def _lru_mix(layer: Any, rows: PassRows, slots: LayerSlots) -> Tensor:
+    inputs, lru = rows.convolved(layer.conv_1d, activated=False)[0], layer.rg_lru
     heads = _heads(inputs, lru.num_attention_heads).transpose(0, 1)  # [heads, M, width]
 
     def gate(weight: Tensor, bias: Tensor) -> Tensor:
@@ -419,7 +423,6 @@ def _lru_finish(layer: Any, mixed: Tensor, gate: Tensor) -> Tensor:
 
 
 _MAMBA = Kind(_mamba_state, _mamba_project, _mamba_mix, _mamba_finish)
-_ZAMBA = Kind(_zamba_state, _zamba_project, _zamba_mix, _mamba_finish)
 _MAMBA2 = Kind(_mamba2_state, _mamba2_project, _mamba2_mix, _mamba2_finish)
 _DELTA = Kind(_delta_state, _delta_project, _delta_mix, _delta_finish)
 _KIMI = Kind(_kimi_state, _kimi_project, _kimi_mix, _kimi_finish)
@@ -427,7 +430,7 @@ _CONV = Kind(_conv_state, _conv_project, _conv_mix, _conv_finish)
 # By the names of transformers' classes.
 KINDS = {
     **dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer"), _MAMBA),
-    "ZambaMambaMixer": _ZAMBA,
+    "ZambaMambaMixer": Kind(_zamba_state, _zamba_project, _zamba_mix, _mamba_finish),
     **dict.fromkeys(("Mamba2Mixer", "GraniteMoeHybridMambaLayer", "BambaMixer"), _MAMBA2),
     **dict.fromkeys(("NemotronHMamba2Mixer", "FalconH1Mixer", "Zamba2MambaMixer"), _MAMBA2),
     **dict.fromkeys(("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), _DELTA),
@@ -436,7 +439,9 @@ KINDS = {
     "BailingHybridDeltaAttention": _KIMI._replace(project=_bailing_project),
     "KimiLinearDeltaAttention": _KIMI,
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), _CONV),
-    "RwkvBlock": Kind(_rwkv_state, _rwkv_project, _rwkv_mix, _mixed_whole, give=_with_two_nothings),
+    "RwkvBlock": Kind(
+        _rwkv_state, _rwkv_project, _rwkv_mix, lambda _, mixed, __: mixed, give=_with_two_nothings
+    ),
     "ZayaCCAProjection": Kind(_zaya_state, _zaya_project, _zaya_mix, _zaya_finish, give=_in_heads),
     "MiniMaxLightningAttention": Kind(
         _lightning_state, _lightning_project, _lightning_mix, _lightning_finish, give=_with_nothing

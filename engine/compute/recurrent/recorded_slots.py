@@ -34,11 +34,13 @@ class RecordedSlots:
         self.before: Tensor | None = own("before").clamp_(min=0)
         self.order: Tensor | None = own("order").clamp_(min=0)
         self.mixed: Index = own("mixed").clamp_(min=conv_width)
+        self.num_mixed = room.num_tokens + room.num_again
         self.new: Index | None = own("new").clamp_(min=0) if room.num_again else None
         self.kept_rows = own("kept_rows").clamp_(min=0)
         places = own("kept_places")
         self.kept_places = torch.where(places < 0, num_slots * num_kept, places)
         self.runs = own("runs")
+        self.joins = own("joins")
 
     @property
     def begins(self) -> Tensor:
@@ -64,6 +66,7 @@ def slot_words(conv_width: int, room: PassRoom) -> dict[str, tuple[int, ...]]:
         "kept_rows": (num_sequences * conv_width + num_tokens,),
         "kept_places": (num_sequences * conv_width + num_tokens,),
         "runs": (4, num_sequences),
+        "joins": (2, num_sequences),
     }
     return {_PREFIX + name: shape for name, shape in sizes.items()}
 

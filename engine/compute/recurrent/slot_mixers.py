@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from engine.compute.attention.layer_places import place_in
 from engine.compute.recurrent.mixer_kinds import KINDS
+from engine.compute.recurrent.pass_rows import PassRows
 from engine.compute.recurrent.recorded_slots import RecordedSlots
 from engine.compute.recurrent.slot_states import LayerSlots, LayerState, SlotStates
 from engine.compute.recurrent.slot_step import SlotStep, take
@@ -36,9 +37,9 @@ class SlotMixer(nn.Module):
         if slots is None:
             return inner(hidden_states, *args, **kwargs)
         rows, rest = kind.project(inner, hidden_states[0])
-        extended = slots.extend(rows)
-        mixed = kind.mix(inner, extended, slots)
-        slots.keep(extended)
+        own = PassRows(rows, slots)
+        mixed = kind.mix(inner, own, slots)
+        own.keep()
         output = kind.finish(inner, mixed if slots.step.new is None else take(mixed, slots.step.new), rest)
         return kind.give(inner, output)
 

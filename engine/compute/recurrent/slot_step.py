@@ -72,9 +72,8 @@ class SlotIndices(NamedTuple):
     kept_rows: Places  # of X, what the next pass may need
     kept_places: Places  # of all slots' rows, where that is put
     begins: Places  # of M, the first tokens of sequences
-    runs: (
-        Places  # [4, S] of each sequence its slot, its first row of M, how many it has, how many are taken in
-    )
+    runs: Places  # [4, S] of each sequence: see SlotStep
+    joins: Places  # [2, S] likewise
 
     @classmethod
     def of(cls, pieces: Pieces, conv_width: int, num_kept: int) -> SlotIndices:
@@ -99,6 +98,7 @@ class SlotIndices(NamedTuple):
             kept_places=np.repeat(pieces.slots * num_kept, num_kept_now) + _counted(num_kept_now),
             begins=starts[pieces.begins],
             runs=np.stack((pieces.slots, starts, num_mixed, num_taken)),
+            joins=np.stack((_starts(pieces.num_new), pieces.num_again)),
         )
 
 
@@ -130,6 +130,11 @@ class SlotStep:
         int64 [4, S].
         """
         return self._tensor(self._indices.runs)
+
+    @cached_property
+    def joins(self) -> Tensor:
+        """Of each sequence its first row of N, and how many kept rows are mixed before it: int64 [2, S]."""
+        return self._tensor(self._indices.joins)
 
     def blocks(self, size: int) -> list[ScanBlock]:
         """All mixed rows, in blocks of up to `size` tokens; a sequence's in their order.

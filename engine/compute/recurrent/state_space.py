@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.compute.recurrent.slot_states import LayerSlots
 from engine.compute.recurrent.slot_step import ScanBlock, put, take
-from engine.compute.recurrent.state_kernel import SelectiveInputs, StructuredInputs
+from engine.compute.recurrent.state_kernel import GatedStructured, SelectiveInputs, StructuredInputs
 
 # Tokens that sequences advance by at once. A selective scan keeps the states of all of them, which had better
 # stay in the cache; a structured one does work that grows with their square, in fewer and larger operations.
@@ -118,6 +118,12 @@ def structured_scan(inputs: StructuredInputs, slots: LayerSlots) -> Tensor:
         if output is not None:
             return output
     return scan(inputs, slots, _STRUCTURED_BLOCK, torch.empty_like(inputs.inputs), _structured_block)
+
+
+def gated_structured(inputs: GatedStructured, slots: LayerSlots) -> Tensor | None:
+    """See StateKernel; None where no kernel does it."""
+    kernel = slots.kernel
+    return None if kernel is None else kernel.gated_structured(inputs, slots.state, slots.step.runs)
 
 
 def _structured_block(parts: Sequence[Tensor], block: ScanBlock, state: Tensor) -> tuple[Tensor, Tensor]:

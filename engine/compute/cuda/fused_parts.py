@@ -1,0 +1,164 @@
+"""Norms, MLPs and projections by themselves in fewer launches: for layers that are not fused as a whole."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import triton
+from torch import nn
+
+from engine.compute.cuda.fused_layer import OF_ROWS, JoinedMlp, norm
+from engine.compute.cuda.layer_kernels import gated_norm_kernel
+from engine.compute.loading.loader import LoadedModel
+from engine.compute.native.closeness import is_close
+from engine.compute.native.observation import Seen, observe
+from engine.compute.native.places import is_unhooked
+from engine.compute.runner.scratch_pass import forward_of
+
+log = logging.getLogger("slipstream.model")
+
+_MOST_NORMED = 1 << 14  # numbers that one program norms
+_JOINED = ("in_proj_qkv", "in_proj_b", "in_proj_a")  # of a gated delta net, in the order of its rows
+
+
+class FusedNorm(nn.Module):
+    """A root-mean-square norm in one launch; `is_centred` where the original's weights lie around 0."""
+
+    def __init__(self, original: Any, *, is_centred: bool) -> None:
+        super().__init__()
+        weight = original.weight.detach()
+        self.weight = _frozen(1.0 + weight.float() if is_centred else weight)
+        self.variance_epsilon = _eps_of(original)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[..., width] to the same."""
+        return norm(hidden_states.contiguous().flatten(0, -2), self).view(hidden_states.shape)
+
+
+class FusedGatedNorm(nn.Module):
+    """A norm of each group of a row, and a gate, in one launch.
+
+    Delta nets norm before they gate, as their `activation` says; Mamba 2 gates first.
+    """
+
+    def __init__(self, original: Any) -> None:
+        super().__init__()
+        self.weight = _frozen(original.weight.detach())
+        self.variance_epsilon = _eps_of(original)
+        activation = getattr(original, "activation", None)
+        self._gates_first = activation is None
+        self._by_sigmoid = activation == "sigmoid"
+        self._group: int = getattr(original, "group_size", None) or len(self.weight)
+
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """[..., width], both, to the same in the first one's dtype."""
+        rows, gates = hidden_states.contiguous().flatten(0, -2), gate.flatten(0, -2)
+        gates = gates if gates.stride(-1) == 1 else gates.contiguous()
+        normed = torch.empty_like(rows)
+        count, width = rows.shape
+        gated_norm_kernel[(count, width // self._group)](
+            rows,
+            gates,
+            self.weight,
+            normed,
+            self.variance_epsilon,
+            STRIDE=gates.stride(0),
+            WIDTH=width,
+            GROUP=self._group,
+            PADDED=triton.next_power_of_2(self._group),
+            GATES_FIRST=self._gates_first,
+            BY_SIGMOID=self._by_sigmoid,
+        )
+        return normed.view(hidden_states.shape)
+
+
+class FusedMlp(nn.Module):
+    """An MLP whose gate and up are one projection: three launches."""
+
+    def __init__(self, original: Any) -> None:
+        super().__init__()
+        self.joined = JoinedMlp(original)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] to the same."""
+        gated = OF_ROWS.gate(hidden_states.flatten(0, -2), self.joined.gate_up)
+        return OF_ROWS.project(gated, self.joined.down).view(hidden_states.shape)
+
+
+@torch.inference_mode()
+def fuse_parts(loaded: LoadedModel, block_size: int) -> int:
+    """Replace each norm and MLP that answers alike, and join projections: how many parts there were.
+
+    Raises whatever a compiler or driver does.
+    """
+    forward_of(loaded)  # puts mixers into the model, by which its modules are called
+    for module in loaded.model.modules():
+        _join(module, loaded.dtype)
+    makers = {name: list(_makers(module, loaded.dtype)) for name, module in loaded.model.named_modules()}
+    makers = {name: made for name, made in makers.items() if made}
+    observation = observe(loaded, makers, block_size)
+    count = 0
+    for name, makes in makers.items():
+        seen = observation.seen.get(name)
+        fused = seen and _equal(loaded.model.get_submodule(name), seen, makes)
+        if fused is None:
+            log.debug("%s answers otherwise when fused: it stays", name)
+            continue
+        loaded.model.set_submodule(name, fused)
+        count += 1
+    return count
+
+
+def _makers(module: Any, dtype: torch.dtype) -> Iterator[Callable[[Any], nn.Module]]:
+    """What may stand in for a module, to be compared with it."""
+    name = type(module).__name__
+    if name.endswith("MLP") and JoinedMlp.can_join(module, dtype) and all(map(is_unhooked, module.modules())):
+        yield FusedMlp
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or len(weight) > _MOST_NORMED:
+        return
+    if not is_unhooked(module) or _eps_of(module) is None or next(module.children(), None) is not None:
+        return
+    if name.endswith("RMSNormGated"):
+        yield FusedGatedNorm
+    elif name.endswith("RMSNorm"):
+        yield lambda original: FusedNorm(original, is_centred=False)
+        yield lambda original: FusedNorm(original, is_centred=True)
+
+
+def _equal(original: Any, seen: Seen, makes: list[Callable[[Any], nn.Module]]) -> nn.Module | None:
+    """The first that repeats what the original was seen to answer."""
+    if not isinstance(seen.output, torch.Tensor):
+        return None
+    for make in makes:
+        made = make(original)
+        if is_close(made(*seen.args, **seen.options), seen.output):
+            return made
+    return None
+
+
+def _join(layer: Any, dtype: torch.dtype) -> None:
+    """Have a gated delta net project its rows at once; its own projections become parts of that one."""
+    linears: list[Any] = [getattr(layer, name, None) for name in _JOINED]
+    if not all(type(linear) is nn.Linear and linear.weight.dtype is dtype for linear in linears):
+        return
+    if any(linear.bias is not None for linear in linears) or not all(map(is_unhooked, linears)):
+        return
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    together = nn.Linear(weight.shape[1], len(weight), bias=False, device="meta", dtype=dtype)
+    together.weight = _frozen(weight)
+    parts = torch.split(weight, [len(linear.weight) for linear in linears])
+    for linear, part in zip(linears, parts, strict=True):
+        linear.weight = _frozen(part)
+    layer.in_proj_together = together
+
+
+def _eps_of(module: Any) -> Any:
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
+
+
+def _frozen(weight: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(weight, requires_grad=False)
