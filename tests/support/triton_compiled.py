@@ -387,7 +387,7 @@ def compile_states(capability: int) -> Iterator[tuple[str, tuple[int, int, int]]
     for name, kernel, constants in GATED_STATES:
         own = gated | ({"output": "*bf16"} if kernel is gated_delta_kernel else {})
         yield f"states, {name}", compile_kernel(kernel, "bf16", constants, capability, own)
-    for rows, num_runs in ((1, 1), (8, 256)):
+    for rows, num_runs in ((1, 16), (8, 256)):
         constants = {"SIZES": _CONVOLVED, "RUNS_PADDED": num_runs, "ROWS": rows, "COLUMNS": 256}
         own = gated | {"output": "*bf16"}
         taken = compile_kernel(convolve_kernel, "bf16", constants, capability, own)

@@ -27,8 +27,9 @@ from engine.compute.recurrent.state_kernel import (
 # Of a program: the numbers of a state that its threads keep in registers, and the most in one column of them.
 _HELD = 4096
 _MOST_SIZE = 256
-# Of a convolution: how many rows and columns one program computes at most.
-_ROWS, _COLUMNS = 8, 256
+# Of a convolution: how many rows (but for a single one) and columns a program computes, and the fewest runs
+# that it looks through. Few sizes, since each is compiled.
+_ROWS, _COLUMNS, _LEAST_RUNS = 8, 256, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class TritonScans:
             activated=inputs.activated,
         )
         output = rows.new_empty(inputs.num_mixed, width)
-        at_once = min(_ROWS, triton.next_power_of_2(max(1, inputs.num_mixed)))
+        at_once = 1 if inputs.num_mixed == 1 else _ROWS
         blocks = triton.cdiv(width, _COLUMNS)
         convolve_kernel[(triton.cdiv(inputs.num_mixed, at_once), blocks)](
             rows,
@@ -78,7 +79,7 @@ class TritonScans:
             num_runs,
             inputs.num_mixed,
             SIZES=sizes,
-            RUNS_PADDED=triton.next_power_of_2(num_runs),
+            RUNS_PADDED=max(_LEAST_RUNS, triton.next_power_of_2(num_runs)),
             ROWS=at_once,
             COLUMNS=_COLUMNS,
         )
