@@ -39,6 +39,7 @@ from engine.compute.cuda.coded_linear import (  # noqa: E402
 from engine.compute.cuda.fused_layer import FusedLayer  # noqa: E402
 from engine.compute.cuda.fused_model import fuse_layers  # noqa: E402
 from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
+from tests.support.interpreter import with_even_products  # noqa: E402
 
 pytestmark = [
     pytest.mark.triton,
@@ -81,8 +82,9 @@ def test_products_are_those_of_the_numbers(make: Make, count: int) -> None:
 
 
 @pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
-def test_a_row_has_the_same_bits_in_any_company(make: Make) -> None:
+def test_a_row_has_the_same_bits_in_any_company(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside more rows a tile is larger, and one program sums what several did before."""
+    with_even_products(monkeypatch)
     coded = make()
     made, rows = TritonLinear(coded, torch.randn(OUT)), torch.randn(70, coded.in_features)
     alone = torch.cat([answers(made, rows[place : place + 1]) for place in (0, 16, 33, 69)])

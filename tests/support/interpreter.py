@@ -50,3 +50,22 @@ def with_all_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "create_dot", dot)
     monkeypatch.setattr(builder, "cast_impl", cast_impl)
     monkeypatch.setattr(interpreter, "_convert_float", convert_float)
+
+
+def with_even_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a row's products be the same in tiles of all sizes, as on a device.
+
+    By numpy's float32 they are not on every CPU: its library sums in another order where there are more rows.
+    In float64 the order shows in no bit that is left.
+    """
+    builder = interpreter.InterpreterBuilder
+    create_dot = builder.create_dot
+
+    def dot(self: Any, a: Any, b: Any, total: Any, *rest: Any) -> Any:
+        if total.dtype.scalar != interpreter.tl.float32:
+            return create_dot(self, a, b, total, *rest)
+        wide = interpreter.TensorHandle(total.data.astype(np.float64), interpreter.tl.float64)
+        found = create_dot(self, a, b, wide, *rest).data.astype(np.float32)
+        return interpreter.TensorHandle(found, interpreter.tl.float32)
+
+    monkeypatch.setattr(builder, "create_dot", dot)
