@@ -120,17 +120,20 @@ def test_what_answers_otherwise_stays() -> None:
     assert is_close(layer.norm(torch.ones(1, 64)), torch.full((1, 64), 2.0))
 
 
-# Of a layer that carries state, with its MLP: launches of decodes in bfloat16.
-MOST_LAUNCHES = {"qwen3_5_hybrid": 15, "granite_hybrid": 18, "bamba_hybrid": 15}
+# Of a layer that carries state, with its MLP: launches of decodes in bfloat16, by torch's operations and by
+# kernels.
+LAUNCHES = {"qwen3_5_hybrid": (97, 15), "granite_hybrid": (72, 18), "bamba_hybrid": (71, 15)}
 
 
-@pytest.mark.parametrize("family", MOST_LAUNCHES)
-def test_a_layer_takes_few_launches(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("family", LAUNCHES)
+def test_a_layer_takes_few_launches(family: str, is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = as_loaded(tiny_model(family, dtype=torch.bfloat16))
     forward = forward_of(loaded)
     assert isinstance(forward, RecurrentForward)
-    fuse_parts(loaded, 4)
-    forward.loaded = replace(loaded, state_kernel=state_scans.TritonScans())
+    if is_fused:
+        fuse_parts(loaded, 4)
+        forward.loaded = replace(loaded, state_kernel=state_scans.TritonScans())
     forward.backend = ReferenceAttention()
     memory = StateMemory(forward, MemorySizes(num_blocks=8, block_size=4, num_slots=2))
     parts = [Part([5, 6, 7], 0, 2, range(4)), Part([8, 9, 7], 0, 2, range(4, 8))]
@@ -144,4 +147,4 @@ def test_a_layer_takes_few_launches(family: str, monkeypatch: pytest.MonkeyPatch
     run_counted(count, lambda: forward(pack_slots(dict(enumerate(parts))), memory))
     decodes = {seat: part._replace(first=2, stop=3) for seat, part in enumerate(parts)}
     run_counted(count, lambda: forward(pack_slots(decodes), memory))
-    assert len(found) == 2 and len(found[1]) <= MOST_LAUNCHES[family], found[1]
+    assert len(found) == 2 and len(found[1]) == LAUNCHES[family][is_fused], found[1]

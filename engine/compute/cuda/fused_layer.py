@@ -55,7 +55,7 @@ class FusedLayer(nn.Module):
         attention, dtype = original.self_attn, original.input_layernorm.weight.dtype
         mlp_class = _mlp_class(original.mlp, dtype)
         assert mlp_class is not None, "only layers that fit are asked for"
-        self.qkv = _joined(_inputs_of(attention, _ATTENTION[:3]))
+        self.qkv = joined(_inputs_of(attention, _ATTENTION[:3]))
         self.output = attention.o_proj
         self.mlp: Mlp = mlp_class(original.mlp)
         # Kernels of their own for one row read plain weights. Those that read codes serve any number.
@@ -144,7 +144,7 @@ class JoinedMlp(nn.Module):
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
-        self.gate_up = _joined(_inputs_of(mlp, _MLP[:2]))
+        self.gate_up = joined(_inputs_of(mlp, _MLP[:2]))
         self.down = mlp.down_proj
 
     @property
@@ -302,7 +302,7 @@ def _can_be_joined(linears: Sequence[Any]) -> bool:
     return True
 
 
-def _joined(linears: Sequence[Any]) -> Projection:
+def joined(linears: Sequence[Any]) -> Projection:
     """One projection with the outputs of all, side by side."""
     if isinstance(linears[0], TritonLinear):
         return joined_linear(linears)

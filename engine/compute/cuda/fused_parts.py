@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import nn
 
-from engine.compute.cuda.fused_layer import OF_ROWS, JoinedMlp, norm
+from engine.compute.cuda.fused_layer import OF_ROWS, JoinedMlp, joined, norm
 from engine.compute.cuda.layer_kernels import gated_norm_kernel
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.native.closeness import is_close
@@ -148,10 +148,8 @@ def _join(layer: Any, dtype: torch.dtype) -> None:
         return
     if any(linear.bias is not None for linear in linears) or not all(map(is_unhooked, linears)):
         return
-    weight = torch.cat([linear.weight.detach() for linear in linears])
-    together = nn.Linear(weight.shape[1], len(weight), bias=False, device="meta", dtype=dtype)
-    together.weight = _frozen(weight)
-    parts = torch.split(weight, [len(linear.weight) for linear in linears])
+    together: Any = joined(linears)
+    parts = torch.split(together.weight.detach(), [len(linear.weight) for linear in linears])
     for linear, part in zip(linears, parts, strict=True):
         linear.weight = _frozen(part)
     layer.in_proj_together = together

@@ -47,7 +47,10 @@ class ConvSizes:
 
 
 class TritonScans:
-    """A StateKernel, one launch a scan. Of scans every tensor is float32; rows that no run has become 0."""
+    """A StateKernel: a scan is a launch, and one that clears its output: rows that no run has become 0.
+
+    Of `delta`, `structured` and `selective` every tensor is float32.
+    """
 
     def convolve(self, inputs: ConvInputs, runs: torch.Tensor, joins: torch.Tensor) -> torch.Tensor | None:
         """See StateKernel. Two launches: what is kept moves only once all has been read."""

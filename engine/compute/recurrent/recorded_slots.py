@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import NoReturn
 
 import torch
@@ -26,21 +27,54 @@ class RecordedSlots:
         self, arrays: Mapping[str, Tensor], conv_width: int, num_kept: int, num_slots: int, room: PassRoom
     ) -> None:
         """`arrays` are those of `words`; the slot behind the last of `num_slots` is nobody's."""
-
-        def own(name: str) -> Tensor:
-            return arrays[_PREFIX + name].long()
-
+        self._arrays = arrays
+        self._nobodys = num_slots * num_kept
+        self._room = room
         self.conv_width = conv_width
-        self.before: Tensor | None = own("before").clamp_(min=0)
-        self.order: Tensor | None = own("order").clamp_(min=0)
-        self.mixed: Index = own("mixed").clamp_(min=conv_width)
         self.num_mixed = room.num_tokens + room.num_again
-        self.new: Index | None = own("new").clamp_(min=0) if room.num_again else None
-        self.kept_rows = own("kept_rows").clamp_(min=0)
-        places = own("kept_places")
-        self.kept_places = torch.where(places < 0, num_slots * num_kept, places)
-        self.runs = own("runs")
-        self.joins = own("joins")
+
+    # As those of a SlotStep. What no layer reads is not recorded.
+
+    @cached_property
+    def before(self) -> Tensor | None:
+        """See SlotStep."""
+        return self._own("before").clamp_(min=0)
+
+    @cached_property
+    def order(self) -> Tensor | None:
+        """See SlotStep."""
+        return self._own("order").clamp_(min=0)
+
+    @cached_property
+    def mixed(self) -> Index:
+        """See SlotStep."""
+        return self._own("mixed").clamp_(min=self.conv_width)
+
+    @cached_property
+    def new(self) -> Index | None:
+        """See SlotStep."""
+        return self._own("new").clamp_(min=0) if self._room.num_again else None
+
+    @cached_property
+    def kept_rows(self) -> Tensor:
+        """See SlotStep."""
+        return self._own("kept_rows").clamp_(min=0)
+
+    @cached_property
+    def kept_places(self) -> Tensor:
+        """See SlotStep."""
+        places = self._own("kept_places")
+        return torch.where(places < 0, self._nobodys, places)
+
+    @cached_property
+    def runs(self) -> Tensor:
+        """See SlotStep; -1 where no sequence is."""
+        return self._own("runs")
+
+    @cached_property
+    def joins(self) -> Tensor:
+        """See SlotStep."""
+        return self._own("joins")
 
     @property
     def begins(self) -> Tensor:
@@ -52,6 +86,9 @@ class RecordedSlots:
         raise RuntimeError(
             "no kernel advances the states of some layers, so that their passes differ in shape"
         )
+
+    def _own(self, name: str) -> Tensor:
+        return self._arrays[_PREFIX + name].long()
 
 
 def slot_words(conv_width: int, room: PassRoom) -> dict[str, tuple[int, ...]]:

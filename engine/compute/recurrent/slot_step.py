@@ -112,16 +112,45 @@ class SlotStep:
         self._blocks: dict[int, list[ScanBlock]] = {}
         self.conv_width = conv_width
         self.num_mixed = len(indices.mixed)
-        self.before = self._tensor(indices.before) if len(indices.before) else None
-        in_order = np.array_equal(indices.order, np.arange(len(indices.order)))
-        self.order = None if in_order else self._tensor(indices.order)
-        self.mixed = self._index(indices.mixed)
-        self.kept_rows = self._tensor(indices.kept_rows)
-        self.kept_places = self._tensor(indices.kept_places)
-        self.new = (
-            None if len(indices.new) == self.num_mixed else self._index(indices.new)
-        )  # None: all are new
-        self.begins = self._tensor(indices.begins)
+
+    # Each is made where a layer first reads it: with kernels most read none but `new`, `runs` and `joins`.
+
+    @cached_property
+    def before(self) -> Tensor | None:
+        """Rows of all slots that come before the new ones; None if there are none."""
+        return self._tensor(self._indices.before) if len(self._indices.before) else None
+
+    @cached_property
+    def order(self) -> Tensor | None:
+        """X of those and the new ones; None if they lie so."""
+        order = self._indices.order
+        return None if np.array_equal(order, np.arange(len(order))) else self._tensor(order)
+
+    @cached_property
+    def mixed(self) -> Index:
+        """M of X."""
+        return self._index(self._indices.mixed)
+
+    @cached_property
+    def new(self) -> Index | None:
+        """N of M; None if all are new."""
+        new = self._indices.new
+        return None if len(new) == self.num_mixed else self._index(new)
+
+    @cached_property
+    def kept_rows(self) -> Tensor:
+        """Of X, what the next pass may need."""
+        return self._tensor(self._indices.kept_rows)
+
+    @cached_property
+    def kept_places(self) -> Tensor:
+        """Of all slots' rows, where that is put."""
+        return self._tensor(self._indices.kept_places)
+
+    @cached_property
+    def begins(self) -> Tensor:
+        """Of M, the first tokens of sequences."""
+        return self._tensor(self._indices.begins)
 
     @cached_property
     def runs(self) -> Tensor:
