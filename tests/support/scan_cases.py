@@ -31,12 +31,8 @@ class ScanCase:
 
     def inputs_on(self, device: torch.device, count: int) -> Any:
         """Those of so many rows, there."""
-        return self._inputs._replace(
-            **{
-                name: (each if name == "rates" else each[:count]).to(device)
-                for name, each in self._inputs._asdict().items()
-            }
-        )
+        inputs = rows_of(self._inputs, 0, count)
+        return type(inputs)(*(each.to(device) for each in inputs))
 
     def of(self, counts: Sequence[int], drafts: Sequence[int]) -> ScanRun:
         """These sequences."""
