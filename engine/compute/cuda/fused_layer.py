@@ -308,11 +308,11 @@ def joined(linears: Sequence[Any]) -> Projection:
         return joined_linear(linears)
     first = linears[0]
     weight = torch.cat([linear.weight.detach() for linear in linears])
-    joined = nn.Linear(first.in_features, len(weight), bias=False, device="meta", dtype=weight.dtype)
-    joined.weight = nn.Parameter(weight, requires_grad=False)
+    projection = nn.Linear(first.in_features, len(weight), bias=False, device="meta", dtype=weight.dtype)
+    projection.weight = nn.Parameter(weight, requires_grad=False)
     if (bias := joined_bias(linears, weight)) is not None:
-        joined.bias = nn.Parameter(bias, requires_grad=False)
-    return joined
+        projection.bias = nn.Parameter(bias, requires_grad=False)
+    return projection
 
 
 def _head_norms(attention: Any) -> HeadNorms | None:

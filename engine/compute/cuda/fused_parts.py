@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 import triton
@@ -27,6 +27,8 @@ _JOINED = ("in_proj_qkv", "in_proj_b", "in_proj_a")  # of a gated delta net, in 
 class FusedNorm(nn.Module):
     """A root-mean-square norm in one launch; `is_centred` where the original's weights lie around 0."""
 
+    num_given: ClassVar[int] = 1
+
     def __init__(self, original: Any, *, is_centred: bool) -> None:
         super().__init__()
         weight = original.weight.detach()
@@ -43,6 +45,8 @@ class FusedGatedNorm(nn.Module):
 
     Delta nets norm before they gate, as their `activation` says; Mamba 2 gates first.
     """
+
+    num_given: ClassVar[int] = 2
 
     def __init__(self, original: Any) -> None:
         super().__init__()
@@ -78,6 +82,8 @@ class FusedGatedNorm(nn.Module):
 class FusedMlp(nn.Module):
     """An MLP whose gate and up are one projection: three launches."""
 
+    num_given: ClassVar[int] = 1
+
     def __init__(self, original: Any) -> None:
         super().__init__()
         self.joined = JoinedMlp(original)
@@ -86,6 +92,9 @@ class FusedMlp(nn.Module):
         """[..., hidden] to the same."""
         gated = OF_ROWS.gate(hidden_states.flatten(0, -2), self.joined.gate_up)
         return OF_ROWS.project(gated, self.joined.down).view(*hidden_states.shape[:-1], -1)
+
+
+Part: TypeAlias = FusedNorm | FusedGatedNorm | FusedMlp  # each is called with `num_given` tensors
 
 
 @torch.inference_mode()
@@ -112,7 +121,7 @@ def fuse_parts(loaded: LoadedModel, block_size: int) -> int:
     return count
 
 
-def _makers(module: Any, dtype: torch.dtype) -> Iterator[Callable[[Any], nn.Module]]:
+def _makers(module: Any, dtype: torch.dtype) -> Iterator[Callable[[Any], Part]]:
     """What may stand in for a module, to be compared with it."""
     name = type(module).__name__
     if name.endswith("MLP") and JoinedMlp.can_join(module, dtype) and all(map(is_unhooked, module.modules())):
@@ -129,14 +138,13 @@ def _makers(module: Any, dtype: torch.dtype) -> Iterator[Callable[[Any], nn.Modu
         yield lambda original: FusedNorm(original, is_centred=True)
 
 
-def _equal(original: Any, seen: Seen, makes: list[Callable[[Any], nn.Module]]) -> nn.Module | None:
+def _equal(original: Any, seen: Seen, makes: list[Callable[[Any], Part]]) -> Part | None:
     """The first that repeats what the original was seen to answer; none for one called in an unusual way."""
     if not isinstance(seen.output, torch.Tensor) or seen.options:
         return None
     for make in makes:
         made = make(original)
-        num_given = 2 if isinstance(made, FusedGatedNorm) else 1
-        if len(seen.args) == num_given and is_close(made(*seen.args), seen.output):
+        if len(seen.args) == made.num_given and is_close(made(*seen.args), seen.output):
             return made
     return None
 
