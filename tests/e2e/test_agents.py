@@ -1,4 +1,4 @@
-"""What two agents sent, a turn with a tool call and its result each; long texts are shortened.
+"""What two agents sent, a turn with a tool call and its result each; long texts are cut, one option left out.
 
 Recorded from their command lines (`make test-clients` runs these) against a scripted model.
 """
