@@ -21,16 +21,18 @@ Rest: TypeAlias = Callable[[], None]  # called between two short runs, so that o
 
 _BACKSLASH, _QUOTE, _LIST = b'\\"['
 _OPEN, _CLOSE, _BLANKS = b"[{", b"]}", b" \t\r\n"
-_STRING = rb'"(?:[^"\\]++|\\.)*+"'
-_FLAT = rb'(?:[^\[\]{}"]++|' + _STRING + rb")*+"
+# What is repeated possessively is an atomic group each time: else the `re` of Python 3.11.2, which is Debian
+# 12's, misses what it should match.
+_STRING = rb'(?>"(?>[^"\\]++|\\.)*+")'
+_FLAT = rb'(?>(?>[^\[\]{}"]++|' + _STRING + rb")*+)"
 # A value with its key, or a list or object that holds none itself.
-_ELEMENT = rb'(?:[^\[\]{}",]++|' + _STRING + rb"|\[" + _FLAT + rb"\]|\{" + _FLAT + rb"\})*+"
+_ELEMENT = rb'(?>(?>[^\[\]{}",]++|' + _STRING + rb"|\[" + _FLAT + rb"\]|\{" + _FLAT + rb"\})*+)"
 # Whole elements up to a last comma, and what follows it; strings as far as they end within the window.
-_RUN = re.compile(rb"((?:" + _ELEMENT + rb",)*+)" + _ELEMENT, re.DOTALL)
+_RUN = re.compile(rb"((?>" + _ELEMENT + rb",)*+)" + _ELEMENT, re.DOTALL)
 _WHOLE_STRING = re.compile(_STRING, re.DOTALL)
-_ANYTHING = re.compile(rb'(?:[^"]++|' + _STRING + rb")*+", re.DOTALL)
+_ANYTHING = re.compile(rb'(?>[^"]++|' + _STRING + rb")*+", re.DOTALL)
 # A part of a string that ends with no escape begun.
-_STRING_PART = re.compile(rb'(?:[^"\\]++|\\u[0-9a-fA-F]{4}|\\[^u])*+', re.DOTALL)
+_STRING_PART = re.compile(rb'(?>[^"\\]++|\\u[0-9a-fA-F]{4}|\\[^u])*+', re.DOTALL)
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _PLACE = re.compile(r" at line \d+ column \d+$")
 

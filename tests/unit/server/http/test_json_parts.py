@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -129,3 +131,30 @@ def test_marks_within_text_do_not_count() -> None:
     assert marks == [2, 0]
     marks = [sum(each) for each in zip(*count_marks(LARGE["keys"]), strict=True)]
     assert marks == [20_001, 19_999]
+
+
+def repeated_possessively(tree: Any) -> Iterator[Any]:
+    """The parts of a pattern that are repeated so and may be more than one character."""
+    for operation, argument in tree:
+        if str(operation) == "POSSESSIVE_REPEAT":
+            _, _, body = argument
+            if [str(each) for each, _ in body] not in (["NOT_LITERAL"], ["IN"], ["ANY"], ["LITERAL"]):
+                yield body
+        stack = [argument]
+        while stack:
+            each = stack.pop()
+            if isinstance(each, (list, tuple)):
+                stack.extend(each)
+            elif hasattr(each, "getwidth"):
+                yield from repeated_possessively(each)
+
+
+@pytest.mark.parametrize(
+    "pattern", [module._RUN, module._WHOLE_STRING, module._ANYTHING, module._STRING_PART], ids="RSAP"
+)
+def test_a_pattern_matches_in_python_3_11_2_too(pattern: re.Pattern[bytes]) -> None:
+    """What that one repeats possessively has to be an atomic group, or matches are missed."""
+    bodies = list(repeated_possessively(re._parser.parse(pattern.pattern)))
+    assert bodies
+    for body in bodies:
+        assert [str(operation) for operation, _ in body] == ["ATOMIC_GROUP"]
