@@ -16,6 +16,7 @@ from engine.compute.cuda.draw_choice import choose_draws
 from engine.compute.cuda.graphs.step_graphs import GraphLimits
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.native.closeness import is_close
+from engine.compute.native.families import has_read_experts
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.model_runner import ModelRunner
 from engine.compute.runner.packed_forward import PackedForward
@@ -24,7 +25,7 @@ from engine.compute.runner.self_check import packed_difference, packed_sample
 from engine.compute.sampling.sampler import Sampler
 from tests.support.device_waits import waiting_refused
 from tests.support.packed import as_loaded, random_tokens
-from tests.support.tiny_models import GEMMA4_EXPERTS, tiny_model
+from tests.support.tiny_models import GEMMA4_EXPERTS, NEMOTRON_EXPERTS, tiny_model
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
@@ -48,10 +49,11 @@ FAMILIES = {
     "gpt_oss": (2, 0),
     "gemma4": (4, 0),
 }
-CHANGES: dict[str, dict[str, Any]] = {"gemma4": GEMMA4_EXPERTS}
+CHANGES: dict[str, dict[str, Any]] = {"gemma4": GEMMA4_EXPERTS, "nemotron_h_hybrid": NEMOTRON_EXPERTS}
 # Experts, hidden, width, and how many a row chooses: Qwen3-30B-A3B's, a few of Mixtral's, and uneven ones.
 SHAPES = [(128, 2048, 768, 8), (4, 4096, 14336, 2), (6, 80, 200, 3)]
 GEMMA4 = (128, 2816, 704, 8)
+NEMOTRON = (128, 2688, 1856, 6)  # Nemotron 3 Nano's, which have no gates
 BLOCK_SIZE = 16
 NUM_SEQS, BLOCKS_EACH = 12, 8
 TOKENS = random_tokens(np.random.default_rng(7), BLOCKS_EACH * BLOCK_SIZE + NUM_SEQS)
@@ -64,13 +66,20 @@ def load(family: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
     )
 
 
-def make(shape: tuple[int, int, int, int], dtype: torch.dtype, activation: str = "silu") -> FusedExperts:
-    """Random experts of this shape, gated as transformers calls it."""
+def make(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, activation: str = "silu", *, is_gated: bool = True
+) -> FusedExperts:
+    """Random experts of this shape, with the activation that transformers calls so."""
     count, hidden, width, _ = shape
-    original: Any = next(each for each in tiny_model("qwen3_moe").modules() if hasattr(each, "gate_up_proj"))
-    gate_up = torch.randn(count, 2 * width, hidden, device=CUDA, dtype=dtype) / hidden**0.5
+    family, first, outputs = (
+        ("qwen3_moe", "gate_up_proj", 2 * width) if is_gated else ("nemotron_h_hybrid", "up_proj", width)
+    )
+    original: Any = next(
+        each for each in tiny_model(family, **CHANGES.get(family, {})).modules() if has_read_experts(each)
+    )
+    weights = torch.randn(count, outputs, hidden, device=CUDA, dtype=dtype) / hidden**0.5
     down = torch.randn(count, hidden, width, device=CUDA, dtype=dtype) / width**0.5
-    original.gate_up_proj = nn.Parameter(gate_up, requires_grad=False)
+    setattr(original, first, nn.Parameter(weights, requires_grad=False))
     original.down_proj = nn.Parameter(down, requires_grad=False)
     original.act_fn = ACT2FN[activation]
     return FusedExperts(original)
@@ -93,8 +102,13 @@ def expected(
     found = torch.zeros(rows.shape, dtype=torch.float64, device=CUDA)
     for expert in set(chosen.flatten().tolist()):
         at, places = (chosen == expert).nonzero(as_tuple=True)
-        gate, up = (rows[at].double() @ experts.gate_up_proj[expert].double().T).chunk(2, dim=1)
-        answers = (ACT2FN[activation](gate) * up) @ experts.down_proj[expert].double().T
+        outputs = rows[at].double() @ experts.gate_up_proj[expert].double().T
+        if experts.shape.is_gated:
+            gate, up = outputs.chunk(2, dim=1)
+            activated = ACT2FN[activation](gate) * up
+        else:
+            activated = ACT2FN[activation](outputs)
+        answers = activated @ experts.down_proj[expert].double().T
         found.index_add_(0, at, answers * shares[at, places, None].double())
     return found.to(rows.dtype)
 
@@ -117,6 +131,15 @@ def test_answers_are_those_of_experts_gated_by_gelu(activation: str, dtype: torc
     for count in (*rows_of_each_layout(GEMMA4[3], experts.shape), 17):
         rows = given(count, GEMMA4, dtype)
         assert is_close(experts(*rows), expected(experts, *rows, activation)), count
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.inference_mode()
+def test_answers_are_those_of_experts_without_gates(dtype: torch.dtype) -> None:
+    experts = make(NEMOTRON, dtype, "relu2", is_gated=False)
+    for count in (*rows_of_each_layout(NEMOTRON[3], experts.shape), 17):
+        rows = given(count, NEMOTRON, dtype)
+        assert is_close(experts(*rows), expected(experts, *rows, "relu2")), count
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -170,14 +193,17 @@ def test_a_model_of_fused_experts_is_the_model(family: str, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("family", "num_experts"), [("qwen3_next_hybrid", 2), ("granite_hybrid_moe", 3)])
+@pytest.mark.parametrize(
+    ("family", "num_experts"),
+    [("qwen3_next_hybrid", 2), ("granite_hybrid_moe", 3), ("nemotron_h_hybrid", 2)],
+)
 def test_a_model_that_carries_state_with_fused_experts_is_the_model(
     family: str, num_experts: int, dtype: torch.dtype
 ) -> None:
     loaded = load(family, dtype)
     before = packed_sample(forward_of(loaded))
     fused = with_fused_layers(loaded, BLOCK_SIZE, lambda: pytest.fail("the kernels do not run"))
-    assert fused.kernels_used == f"for CUDA, experts of {num_experts} fused"
+    assert f"experts of {num_experts} fused" in fused.kernels_used
     assert packed_difference(packed_sample(forward_of(fused)), before, dtype, has_blocks=False) is None
 
 

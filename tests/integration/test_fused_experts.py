@@ -10,6 +10,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from engine.compute.native.closeness import is_close
+from engine.compute.native.families import has_read_experts
 from engine.compute.native.observation import observe
 from engine.compute.native.records import Activation
 from engine.compute.recurrent import recurrent_forward
@@ -19,7 +20,7 @@ from engine.compute.runner.self_check import packed_sample
 from tests.support.expert_mixtures import Mixture, random_rows
 from tests.support.launches import CountedKernel, LaunchCount, run_counted
 from tests.support.packed import as_loaded
-from tests.support.tiny_models import GEMMA4_EXPERTS, tiny_model
+from tests.support.tiny_models import GEMMA4_EXPERTS, NEMOTRON_EXPERTS, tiny_model
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
@@ -60,13 +61,14 @@ FAMILIES = {
     "gemma4": (4, 0),
 }
 # Each with the layers that have experts, beside layers of a delta rule or Mamba, and its norms and MLPs.
-HYBRIDS = {"qwen3_next_hybrid": (2, 14), "granite_hybrid_moe": (3, 9)}
-CHANGES: dict[str, dict[str, Any]] = {"gemma4": GEMMA4_EXPERTS}
+HYBRIDS = {"qwen3_next_hybrid": (2, 14), "granite_hybrid_moe": (3, 9), "nemotron_h_hybrid": (2, 6)}
+CHANGES: dict[str, dict[str, Any]] = {"gemma4": GEMMA4_EXPERTS, "nemotron_h_hybrid": NEMOTRON_EXPERTS}
 # As transformers calls them.
 CALLED = {
     Activation.SILU: "silu",
     Activation.GELU_TANH: "gelu_pytorch_tanh",
     Activation.GELU: "gelu",
+    Activation.RELU_SQUARED: "relu2",
 }
 EACH = 3
 COUNTS = [1, 5, 40, 70, 200]  # the first three in the smallest tiles
@@ -78,8 +80,11 @@ def backend() -> TritonAttention:
 
 def experts_of(mixture: Mixture) -> Any:
     """Transformers' own with the weights of a mixture."""
-    experts = next(each for each in tiny_model("qwen3_moe").modules() if hasattr(each, "gate_up_proj"))
-    experts.gate_up_proj = nn.Parameter(mixture.gate_up, requires_grad=False)
+    family, first = ("qwen3_moe", "gate_up_proj") if mixture.is_gated else ("nemotron_h_hybrid", "up_proj")
+    experts: Any = next(
+        each for each in tiny_model(family, **CHANGES.get(family, {})).modules() if has_read_experts(each)
+    )
+    setattr(experts, first, nn.Parameter(mixture.gate_up, requires_grad=False))
     experts.down_proj = nn.Parameter(mixture.down, requires_grad=False)
     experts.act_fn = ACT2FN[CALLED[mixture.activation]]
     return experts
@@ -87,8 +92,9 @@ def experts_of(mixture: Mixture) -> Any:
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize(("hidden", "width"), [(64, 32), (80, 200)])
-def test_answers_are_those_of_the_experts(hidden: int, width: int, count: int) -> None:
-    mixture = Mixture.random(hidden, width, torch.float32)
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_answers_are_those_of_the_experts(is_gated: bool, hidden: int, width: int, count: int) -> None:
+    mixture = Mixture.random(hidden, width, torch.float32, is_gated=is_gated)
     rows = random_rows(count, hidden, torch.float32)
     found = FusedExperts(experts_of(mixture))(*rows)
     torch.testing.assert_close(found.double(), mixture.expected(*rows), atol=1e-5, rtol=1e-5)
@@ -104,12 +110,13 @@ def test_answers_in_16_bits_are_rounded_as_those_of_the_experts(monkeypatch: pyt
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # a device's is infinite
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", CALLED)
+@pytest.mark.parametrize("is_gated", [True, False])
 def test_experts_of_any_activation_are_computed(
-    activation: Activation, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    is_gated: bool, activation: Activation, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gates far to either side of 0 among them, where GELU and SiLU are 0 or the gate itself."""
     with_all_numbers(monkeypatch)
-    mixture = Mixture.random(64, 32, dtype, activation)
+    mixture = Mixture.random(64, 32, dtype, activation, is_gated=is_gated)
     x, chosen, shares = random_rows(20, 64, dtype)
     x *= torch.logspace(-1, 3, 20)[:, None].to(dtype)
     experts = experts_of(mixture)
@@ -147,9 +154,10 @@ def test_a_row_that_is_not_finite_spoils_no_other() -> None:
     assert torch.equal(found[others], expected[others]) and found[3].isnan().all()
 
 
-def test_a_row_has_the_same_bits_in_any_company() -> None:
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_a_row_has_the_same_bits_in_any_company(is_gated: bool) -> None:
     """Alone, among few, among as many as are promised, at any place, beside rows of other experts."""
-    experts = FusedExperts(experts_of(Mixture.random(64, 96, torch.float32)))
+    experts = FusedExperts(experts_of(Mixture.random(64, 96, torch.float32, is_gated=is_gated)))
     rows = random_rows(FEW_ROWS, 64, torch.float32)
     together = experts(*rows)
     for count in (1, 2, 15, 16, 17, 33):
@@ -221,7 +229,7 @@ def test_a_model_that_carries_state_keeps_its_layers_and_gets_fused_experts_and_
     family: str, num_experts: int, num_parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recurrent_forward, "choose_backend", lambda _: backend())
-    loaded = as_loaded(tiny_model(family))
+    loaded = as_loaded(tiny_model(family, **CHANGES.get(family, {})))
     before = packed_sample(forward_of(loaded))
     kinds = [type(layer) for layer in loaded.model.base_model.layers]
     fused = with_fused_layers(loaded, 4, lambda: pytest.fail("the kernels do not run"))

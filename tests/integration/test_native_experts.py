@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from config import load_settings
 from engine.compute.loading.loader import load_model
 from engine.compute.native.experts import NativeExperts
-from engine.compute.native.families import EXPERTS, FAMILIES, has_read_experts
+from engine.compute.native.families import EXPERTS, FAMILIES, UNGATED_EXPERTS, has_read_experts
 from engine.compute.native.install import install, with_kernels
 from engine.compute.runner.scratch_pass import forward_of
 from engine.compute.runner.self_check import packed_sample
@@ -26,6 +26,7 @@ from tests.support.tiny_models import GEMMA4_EXPERTS, tiny_tokenizer
 
 FLOAT32 = torch.float32
 MAPS = Path("/proc/self/maps")
+READ = EXPERTS | UNGATED_EXPERTS
 
 
 @cache
@@ -34,7 +35,7 @@ def classes() -> Mapping[str, type[PretrainedConfig]]:
     return {
         model_class.__module__.split(".")[-2]: config_class
         for config_class, model_class in causal_classes()
-        if model_class.__module__.split(".")[-2] in EXPERTS and model_class.__name__.endswith("ForCausalLM")
+        if model_class.__module__.split(".")[-2] in READ and model_class.__name__.endswith("ForCausalLM")
     }
 
 
@@ -59,10 +60,10 @@ def fresh(family: str) -> PreTrainedModel:
 
 
 def test_every_family_is_here() -> None:
-    assert set(classes()) == EXPERTS
+    assert set(classes()) == READ
 
 
-@pytest.mark.parametrize("family", sorted(EXPERTS))
+@pytest.mark.parametrize("family", sorted(READ))
 def test_experts_are_computed_by_the_kernels(family: str) -> None:
     plain = as_loaded(fresh(family))
     layers = sum(map(has_read_experts, plain.model.modules()))

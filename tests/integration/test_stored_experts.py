@@ -8,10 +8,11 @@ import torch
 from gguf import GGMLQuantizationType as Format
 from gguf.quants import quantize
 from torch import nn
+from transformers.activations import ACT2FN
 
 from engine.compute.loading.stored_weights import ExpertWeights, StoredExperts, StoredWeight
 from engine.compute.native.experts import NativeExperts
-from engine.compute.native.records import BLOCKS, MIXED, NUMBERS
+from engine.compute.native.records import BLOCKS, MIXED, NUMBERS, Activation
 from engine.compute.native.stored import packed_experts
 from tests.support.expert_mixtures import Mixture, random_rows
 from tests.support.native import compiled_kernels
@@ -59,6 +60,21 @@ def test_experts_of_any_formats(kinds: tuple[Format, ...], kept_as: set[int], on
         chosen[0, 0] = Mixture.COUNT  # which no expert has
         expected, found = plain(x, chosen, shares).double(), made(x, chosen, shares).double()
         assert ((found - expected).norm(dim=-1) <= 0.03 * expected.norm(dim=-1)).all()
+
+
+@pytest.mark.parametrize("kind", [Format.Q8_0, Format.Q4_0, Format.BF16])
+def test_experts_without_gates(kind: Format) -> None:
+    mixture = Mixture.random(HIDDEN, WIDTH, torch.bfloat16, Activation.RELU_SQUARED, is_gated=False)
+    up, down = (in_pieces(stored(kind, each), Mixture.COUNT) for each in (mixture.gate_up, mixture.down))
+    plain = StoredExperts(ExpertWeights(Mixture.COUNT, [], up, down), ACT2FN["relu2"])
+    made = packed_experts(compiled_kernels(formats=True), plain)
+    assert isinstance(made, NativeExperts)
+    x, chosen, shares = random_rows(40, HIDDEN, torch.bfloat16)
+    expected, found = plain(x, chosen, shares).double(), made(x, chosen, shares).double()
+    assert ((found - expected).norm(dim=-1) <= 0.03 * expected.norm(dim=-1)).all()
+    whole = mixture.expected(x, chosen, shares)
+    near = 0.2 if kind == Format.Q4_0 else 0.03
+    assert (expected - whole).norm() <= near * whole.norm()
 
 
 def test_experts_of_no_whole_panels_stay_as_they_are() -> None:

@@ -16,6 +16,7 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: torch.nn.functional.silu,
     Activation.GELU: torch.nn.functional.gelu,
     Activation.GELU_TANH: lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    Activation.RELU_SQUARED: lambda x: x.relu().square(),
 }
 
 
@@ -29,7 +30,7 @@ def gated(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch
 
 @dataclass(frozen=True)
 class Mixture:
-    """Experts' weights [COUNT, 2 * width, hidden] and [COUNT, hidden, width]."""
+    """Experts' weights: [COUNT, 2 * width, hidden], half of it without gates, and [COUNT, hidden, width]."""
 
     COUNT: ClassVar[int] = 6
 
@@ -39,13 +40,25 @@ class Mixture:
 
     @classmethod
     def random(
-        cls, hidden: int, width: int, dtype: torch.dtype, activation: Activation = Activation.SILU
+        cls,
+        hidden: int,
+        width: int,
+        dtype: torch.dtype,
+        activation: Activation = Activation.SILU,
+        *,
+        is_gated: bool = True,
     ) -> Mixture:
         """Some whose outputs are about as large as what they are given."""
         generator = torch.Generator().manual_seed(0)
-        gate_up = torch.randn(cls.COUNT, 2 * width, hidden, generator=generator) / hidden**0.5
+        outputs = 2 * width if is_gated else width
+        gate_up = torch.randn(cls.COUNT, outputs, hidden, generator=generator) / hidden**0.5
         down = 2 * torch.randn(cls.COUNT, hidden, width, generator=generator) / width**0.5
         return cls(gate_up.to(dtype), down.to(dtype), activation)
+
+    @property
+    def is_gated(self) -> bool:
+        """False for down(activation(up(x)))."""
+        return self.gate_up.shape[1] > self.down.shape[2]
 
     def packed(self, kernels: NativeKernels, block_format: int | None = None) -> PackedExperts:
         """In panels, rounded to a format if one is given."""
@@ -60,10 +73,14 @@ class Mixture:
         for row, choices in enumerate(chosen.tolist()):
             for place, expert in enumerate(choices):
                 if 0 <= expert < self.COUNT:
-                    gate, up = (self.gate_up[expert].double() @ x[row].double()).chunk(2)
-                    act = gated(self.activation, gate, up)
+                    act = self._activated(self.gate_up[expert].double() @ x[row].double())
                     found[row] += shares[row, place].double() * (self.down[expert].double() @ act)
         return found
+
+    def _activated(self, outputs: torch.Tensor) -> torch.Tensor:
+        if not self.is_gated:
+            return ACTIVATIONS[self.activation](outputs)
+        return gated(self.activation, *outputs.chunk(2))
 
 
 @dataclass(frozen=True)

@@ -342,6 +342,15 @@ GEMMA4_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 32,
 }
 
+# And Nemotron-H's those without gates that its models since Nemotron 3 have.
+NEMOTRON_EXPERTS: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+}
+
 FAMILIES: tuple[str, ...] = tuple(_CONFIGS)  # all layers attend
 FURTHER_FAMILIES: tuple[str, ...] = tuple(_FURTHER_CONFIGS)  # so they do here
 PECULIAR_FAMILIES: tuple[str, ...] = tuple(_PECULIAR_CONFIGS)  # so do these

@@ -298,14 +298,15 @@ def compile_coded(capability: int) -> Iterator[tuple[str, tuple[int, int, int]]]
             )
 
 
-# Qwen3-30B-A3B's experts, gpt-oss's, and some gated by GELU, each with how many of them a row goes through,
-# and by how many rows.
+# Experts of Qwen3-30B-A3B, of gpt-oss, some gated by GELU, and Nemotron 3 Nano's, without gates: with how
+# many of them a row goes through, and by how many rows.
 MIXTURES = (
     (ExpertShape(128, 2048, 768), 8, "bf16", (1, 512, 4096)),
     (ExpertShape(128, 2048, 768), 8, "fp32", (1, 4096)),
     (ExpertShape(32, 2880, 2880, 1.702, 7.0), 4, "bf16", (1,)),
     (ExpertShape(128, 2816, 704, activation=Activation.GELU_TANH), 8, "bf16", (1, 4096)),
     (ExpertShape(128, 2048, 768, activation=Activation.GELU), 8, "bf16", (1,)),
+    (ExpertShape(128, 2688, 1856, activation=Activation.RELU_SQUARED, is_gated=False), 6, "bf16", (1, 4096)),
 )
 _MIXED = ("x", "weights", "biases", "activated", "answers", "shares", "summed")
 

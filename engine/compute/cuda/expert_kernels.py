@@ -18,6 +18,7 @@ from engine.compute.native.records import Activation
 _WORDS = tl.constexpr(3)  # of a tile: its expert, its first pair in their order, and where the expert's end
 _GELU_TANH = tl.constexpr(int(Activation.GELU_TANH))
 _GELU = tl.constexpr(int(Activation.GELU))
+_RELU_SQUARED = tl.constexpr(int(Activation.RELU_SQUARED))
 _TANH_SLOPE = tl.constexpr(2 * math.sqrt(2 / math.pi))
 _TANH_CUBE = tl.constexpr(0.044715)
 _ROOT_HALF = tl.constexpr(math.sqrt(0.5))
@@ -102,22 +103,31 @@ def _inputs_at(x, rows, is_row, columns, WIDTH: tl.constexpr, EVEN: tl.constexpr
 
 
 @triton.jit
-def _gated(gate, up, SHAPE: tl.constexpr):
-    """What a gate makes of what it is multiplied with, both in float32.
+def _activation_of(gate, SHAPE: tl.constexpr):
+    """What a gate, or what there is without one, goes through, in float32.
 
     GELU and its approximation by tanh are those of Hendrycks and Gimpel 2016.
     """
-    if SHAPE.is_limited:
-        gate = tl.minimum(gate, SHAPE.limit, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.minimum(up, SHAPE.limit, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.maximum(up, -SHAPE.limit, propagate_nan=tl.PropagateNan.ALL) + 1.0
-    if SHAPE.activation == _GELU:
+    if SHAPE.activation == _RELU_SQUARED:
+        gate = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        share = gate
+    elif SHAPE.activation == _GELU:
         share = tl.erf(gate * _ROOT_HALF) * 0.5 + 0.5
     elif SHAPE.activation == _GELU_TANH:  # (1 + tanh(x)) / 2 is sigmoid(2 * x)
         share = tl.sigmoid(gate * (gate * gate * _TANH_CUBE + 1.0) * _TANH_SLOPE)
     else:
         share = tl.sigmoid(gate * SHAPE.alpha)
-    return gate * share * up
+    return gate * share
+
+
+@triton.jit
+def _gated(gate, up, SHAPE: tl.constexpr):
+    """What a gate makes of what it is multiplied with, both in float32."""
+    if SHAPE.is_limited:
+        gate = tl.minimum(gate, SHAPE.limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, SHAPE.limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -SHAPE.limit, propagate_nan=tl.PropagateNan.ALL) + 1.0
+    return _activation_of(gate, SHAPE) * up
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -137,20 +147,21 @@ def expert_gate_kernel(
     """Gates and ups of a tile of pairs, and what the one makes of the other; grid (tiles * tiles of gates).
 
     Of rows `x` [rows, hidden] each has EACH pairs, one behind the other. `weights` are [count, 2 * width,
-    hidden], `biases` [count, 2 * width]. `activated` [pairs, width] is written in the pairs' order.
+    hidden], `biases` [count, 2 * width]. `activated` [pairs, width] is written in the pairs' order. Experts
+    without gates have half the weights, and what these make of a row stands for a gate.
     """
     expert, first, last = _tile_at(tiles, tl.program_id(0) % num_tiles)
     if first >= last:
         return
     ROWS: tl.constexpr = LAYOUT.rows
-    GATES: tl.constexpr = LAYOUT.outs // 2
+    GATES: tl.constexpr = LAYOUT.outs // SHAPE.num_first
     WIDTH: tl.constexpr = SHAPE.width
     EVEN: tl.constexpr = SHAPE.hidden % STEP == 0
     slots = first + tl.arange(0, ROWS)
     is_row = slots < last
     rows = tl.load(order + slots, mask=is_row, other=0) // EACH
     outs = tl.program_id(0) // num_tiles * GATES + tl.arange(0, GATES)
-    gates = weights + expert * (2 * WIDTH * SHAPE.hidden)
+    gates = weights + expert * (SHAPE.num_first * WIDTH * SHAPE.hidden)
     ups = gates + WIDTH * SHAPE.hidden
     gate = tl.zeros([GATES, ROWS], tl.float32)
     up = tl.zeros([GATES, ROWS], tl.float32)
@@ -159,16 +170,16 @@ def expert_gate_kernel(
         inputs = _inputs_at(x, rows, is_row, columns, SHAPE.hidden, EVEN)
         numbers = _weights_at(gates, outs, WIDTH, columns, SHAPE.hidden, EVEN)
         gate = tl.dot(numbers, inputs, gate, input_precision="ieee")
-        numbers = _weights_at(ups, outs, WIDTH, columns, SHAPE.hidden, EVEN)
-        up = tl.dot(numbers, inputs, up, input_precision="ieee")
+        if SHAPE.is_gated:
+            numbers = _weights_at(ups, outs, WIDTH, columns, SHAPE.hidden, EVEN)
+            up = tl.dot(numbers, inputs, up, input_precision="ieee")
     if SHAPE.is_limited:
         own = biases + expert * (2 * WIDTH) + outs
         gate += tl.load(own, mask=outs < WIDTH, other=0.0).to(tl.float32)[:, None]
         up += tl.load(own + WIDTH, mask=outs < WIDTH, other=0.0).to(tl.float32)[:, None]
     kind: tl.constexpr = activated.dtype.element_ty
-    result = _gated(
-        gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32), SHAPE
-    )  # as products are rounded
+    gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)  # as products are rounded
+    result = _gated(gate, up, SHAPE) if SHAPE.is_gated else _activation_of(gate, SHAPE)
     targets = activated + slots.to(tl.int64)[None, :] * WIDTH + outs[:, None]
     tl.store(targets, result.to(kind), mask=(outs < WIDTH)[:, None] & is_row[None, :])
 

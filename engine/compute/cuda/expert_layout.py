@@ -20,7 +20,8 @@ class ExpertShape:
 
     Each of `count` experts has weights [2 * width, hidden], gates first, and [hidden, width]. With `limit`
     gates and ups have biases and are kept within it, as gpt-oss's: gate * sigmoid(alpha * gate) * (up + 1);
-    0 is no limit, no bias, and activation(gate) * up.
+    0 is no limit, no bias, and activation(gate) * up. Unless `is_gated` there are [width, hidden] alone, and
+    activation(up).
     """
 
     count: int
@@ -29,6 +30,12 @@ class ExpertShape:
     alpha: float = 1.0
     limit: float = 0.0
     activation: Activation = Activation.SILU
+    is_gated: bool = True
+
+    @property
+    def num_first(self) -> int:
+        """How many products of `width` outputs come before the activation."""
+        return 2 if self.is_gated else 1
 
     @property
     def is_limited(self) -> bool:
@@ -38,7 +45,7 @@ class ExpertShape:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """A tile of `rows` rows by `outs` outputs of one expert; of gates it is half as many, and their ups.
+    """A tile of `rows` rows by `outs` outputs of one expert; of gates it is half of them, and their ups.
 
     `num_warps` groups of 32 threads work on it; `num_stages` steps of weights and inputs are on their way.
     """

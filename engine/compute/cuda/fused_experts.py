@@ -22,7 +22,12 @@ from engine.compute.cuda.expert_layout import (
     step_of,
 )
 from engine.compute.native.closeness import is_close
-from engine.compute.native.families import has_limited_experts, has_read_experts
+from engine.compute.native.families import (
+    has_limited_experts,
+    has_read_experts,
+    has_ungated_experts,
+    weights_of_experts,
+)
 from engine.compute.native.modules import activation_of
 from engine.compute.native.observation import Seen
 from engine.compute.native.places import is_unhooked
@@ -42,10 +47,10 @@ class Routes(NamedTuple):
 class FusedExperts(nn.Module):
     """The experts of `original`, equal to them up to rounding: down(act(gate(x)) * up(x)) by shares summed.
 
-    `act` is SiLU, GELU or its approximation by tanh. Or they have gpt-oss's biases and limits. No call waits
-    for the device, so that a CUDA graph can hold it. Up to FEW_ROWS rows have the same bits in any company:
-    they are multiplied in tiles of one size, and each one's answers are summed in float32, in the order in
-    which it chose.
+    `act` is SiLU, GELU, its approximation by tanh or the square of ReLU. Or they have no gates, and answer
+    down(act(up(x))), or gpt-oss's biases and limits. No call waits for the device, so that a CUDA graph can
+    hold it. Up to FEW_ROWS rows have the same bits in any company: they are multiplied in tiles of one size,
+    and each one's answers are summed in float32, in the order in which it chose.
     """
 
     def __init__(self, original: Any) -> None:
@@ -63,13 +68,12 @@ class FusedExperts(nn.Module):
         """
         if not has_read_experts(original) or not all(map(is_unhooked, original.modules())):
             return False
-        gate_up, down = original.gate_up_proj, original.down_proj
-        if has_limited_experts(original):
-            gate_up, down = gate_up.mT, down.mT
-        elif activation_of(original.act_fn) is None:
+        if not has_limited_experts(original) and activation_of(original.act_fn) is None:
             return False
+        gate_up, down = weights_of_experts(original)
         count, hidden, width = down.shape
-        return gate_up.dtype is down.dtype is dtype and gate_up.shape == (count, 2 * width, hidden)
+        outputs = width if has_ungated_experts(original) else 2 * width
+        return gate_up.dtype is down.dtype is dtype and gate_up.shape == (count, outputs, hidden)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -89,10 +93,10 @@ class FusedExperts(nn.Module):
         return _summed(answers, chosen, shares, self.shape)
 
     def _activated(self, rows: torch.Tensor, each: int, routes: Routes, layout: ExpertLayout) -> torch.Tensor:
-        """What gates make of ups, [pairs, width] in the order of pairs."""
+        """What goes through the second product, [pairs, width] in the order of pairs."""
         shape, num_tiles = self.shape, len(routes.tiles)
         activated = rows.new_empty(len(routes.order), shape.width)
-        expert_gate_kernel[(num_tiles * triton.cdiv(shape.width, layout.outs // 2),)](
+        expert_gate_kernel[(num_tiles * triton.cdiv(shape.width, layout.outs // shape.num_first),)](
             rows,
             self.gate_up_proj,
             self.gate_up_proj if self.gate_up_bias is None else self.gate_up_bias,
@@ -190,7 +194,7 @@ def _summed(
 class _Weights(NamedTuple):
     """Experts' weights as the kernels read them: gates before ups, inputs next to one another."""
 
-    gate_up: nn.Parameter  # [count, 2 * width, hidden]
+    gate_up: nn.Parameter  # [count, 2 * width, hidden], or [count, width, hidden] without gates
     down: nn.Parameter  # [count, hidden, width]
     gate_up_bias: nn.Parameter | None  # [count, 2 * width]
     down_bias: nn.Parameter | None  # [count, hidden]
@@ -200,13 +204,12 @@ class _Weights(NamedTuple):
 def _read(original: Any) -> _Weights:
     """The weights of experts: their own, but gpt-oss's, which are laid out anew."""
     if not has_limited_experts(original):
-        gate_up, down = (
-            _frozen(weight.contiguous()) for weight in (original.gate_up_proj, original.down_proj)
-        )
+        gate_up, down = (_frozen(weight.contiguous()) for weight in weights_of_experts(original))
         activation = activation_of(original.act_fn)
         assert activation is not None, "only experts that fit are asked for"
         count, hidden, width = down.shape
-        shape = ExpertShape(count, hidden, width, activation=activation)
+        is_gated = not has_ungated_experts(original)
+        shape = ExpertShape(count, hidden, width, activation=activation, is_gated=is_gated)
         return _Weights(gate_up, down, None, None, shape)
     gate_up, gate_up_bias = (
         _frozen(torch.cat((by_turns[:, ::2], by_turns[:, 1::2]), dim=1))

@@ -22,7 +22,7 @@ from engine.compute.loading.stored_weights import (
     StoredLinear,
     StoredMxfp4,
 )
-from engine.compute.native.families import has_limited_experts, has_read_experts
+from engine.compute.native.families import has_limited_experts, has_read_experts, has_ungated_experts
 
 
 @dataclass(slots=True)
@@ -78,20 +78,21 @@ def _place_experts(
     found: StoredPlaces, name: str, module: Any, stored: Mapping[str, Stored], dtype: torch.dtype
 ) -> None:
     """Those of a layer, whose weights files have expert by expert, or all of them in two tensors."""
-    own = ("gate_up_proj", "down_proj")
+    own = ("up_proj" if has_ungated_experts(module) else "gate_up_proj", "down_proj")
     if has_limited_experts(module):
         names = [f"{name}.{each}" for each in own]
         weights = _limited(module, *(stored.get(each) for each in names))
     else:
         count = len(module.down_proj)
-        by_part = [
+        gate, up, down = (
             [f"{name}.{expert}.{each}" for expert in range(count)]
             for each in ("gate_proj", "up_proj", "down_proj")
-        ]
-        names = [each for part in by_part for each in part]
+        )
+        parts = ([], up, down) if has_ungated_experts(module) else (gate, up, down)
+        names = [each for part in parts for each in part]
         is_whole = all(each in stored for each in names)
         weights = (
-            ExpertWeights(count, *([stored[each] for each in part] for part in by_part)) if is_whole else None
+            ExpertWeights(count, *([stored[each] for each in part] for part in parts)) if is_whole else None
         )
     if weights is None or not weights.fits(module):
         return

@@ -16,6 +16,8 @@ from gguf import GGMLQuantizationType, dequantize
 from numpy.typing import NDArray
 from torch import nn
 
+from engine.compute.native.families import weights_of_experts
+
 _PLAIN = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16})
 ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss's gates, as rows.h has them
 FLOAT_SPAN = 128  # inputs that have one scale in the kernels' panels of 8-bit floats
@@ -195,8 +197,9 @@ class StoredEmbedding(nn.Module):
 class ExpertWeights:
     """The experts of a layer, [width, hidden] gates and ups and [hidden, width] downs of `count` of them.
 
-    Each of the three holds one expert's outputs behind the other's, in one piece or several. `biases` are
-    added: [count, 2 * width] with each gate's before its up's, and [count, hidden]; None for none.
+    Each of the three holds one expert's outputs behind the other's, in one piece or several; without gates
+    there is no piece of these. `biases` are added: [count, 2 * width] with each gate's before its up's, and
+    [count, hidden]; None for none.
     """
 
     count: int
@@ -208,11 +211,11 @@ class ExpertWeights:
     @property
     def hidden(self) -> int:
         """What goes in, and comes out."""
-        return self.gate[0].in_features
+        return self.up[0].in_features
 
     @property
     def width(self) -> int:
-        """Of a gate."""
+        """Of what goes down."""
         return self.down[0].in_features
 
     @property
@@ -221,18 +224,16 @@ class ExpertWeights:
         return (*self.gate, *self.up, *self.down)
 
     def fits(self, experts: Any) -> bool:
-        """True for the weights of experts that keep theirs in two tensors, of each the gate before the up."""
-        outs = [sum(piece.out for piece in pieces) for pieces in (self.gate, self.up, self.down)]
-        widths = [{piece.in_features for piece in pieces} for pieces in (self.gate, self.up, self.down)]
+        """True for the weights of experts that were read, which keep theirs in two tensors."""
         count, hidden, width = self.count, self.hidden, self.width
-        gate_up, down = experts.gate_up_proj, experts.down_proj
-        if self.biases is not None:  # such experts have theirs the other way round
-            gate_up, down = gate_up.mT, down.mT
+        first = [self.gate, self.up] if self.gate else [self.up]
+        outs = [sum(piece.out for piece in pieces) for pieces in (*first, self.down)]
+        widths = [{piece.in_features for piece in pieces} for pieces in (*first, self.down)]
+        shapes = [tuple(weights.shape) for weights in weights_of_experts(experts)]
         return (
-            outs == [count * width, count * width, count * hidden]
-            and widths == [{hidden}, {hidden}, {width}]
-            and tuple(gate_up.shape) == (count, 2 * width, hidden)
-            and tuple(down.shape) == (count, hidden, width)
+            outs == [*(count * width for _ in first), count * hidden]
+            and widths == [*({hidden} for _ in first), {width}]
+            and shapes == [(count, len(first) * width, hidden), (count, hidden, width)]
         )
 
 
@@ -260,15 +261,18 @@ class StoredExperts(nn.Module):
                 continue
             rows, places = (top_k_index == expert).nonzero(as_tuple=True)
             x = hidden_states[rows].float()
-            gate = x @ _of_expert(stored.gate, expert, stored.width).T
-            up = x @ _of_expert(stored.up, expert, stored.width).T
-            y = self._gated(gate, up, expert) @ _of_expert(stored.down, expert, stored.hidden).T
+            y = self._activated(x, expert) @ _of_expert(stored.down, expert, stored.hidden).T
             if stored.biases is not None:
                 y = y + stored.biases[1][expert].float()
             summed.index_add_(0, rows, y * top_k_weights[rows, places, None].float())
         return summed.to(hidden_states.dtype)
 
-    def _gated(self, gate: torch.Tensor, up: torch.Tensor, expert: int) -> torch.Tensor:
+    def _activated(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        up = x @ _of_expert(self.stored.up, expert, self.stored.width).T
+        if not self.stored.gate:
+            assert self.act_fn is not None, "only experts with gates have limits"
+            return self.act_fn(up)
+        gate = x @ _of_expert(self.stored.gate, expert, self.stored.width).T
         if self.stored.biases is not None:
             of_gate, of_up = self.stored.biases[0][expert].float().chunk(2)
             gate, up = gate + of_gate, up + of_up

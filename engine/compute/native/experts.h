@@ -10,7 +10,7 @@
 extern "C" {
 
 struct Experts {          // records.py mirrors it
-  Product gate_up, down;  // all experts' outputs, one expert behind the other; of each, gate before up
+  Product gate_up, down;  // all experts' outputs, one expert behind the other; of each, gate before up, or one alone
   Index count;
   Index activation;       // an Activation
 };
@@ -104,9 +104,10 @@ void copy_row(const SortedChoices& sorted, const Element* x, Index i, Index hidd
 void experts_in_team(Worker& me, const Experts& e, const SortedChoices& sorted, Element* rows, Element* act,
                      RowBlock* shared) {
   const Index hidden = e.gate_up.k, width = e.down.k, n = sorted.count();
+  const Index outs = e.gate_up.out / e.count;  // of an expert: `width`, or twice as many with a gate
   Input input(me, e.gate_up, rows, n, shared);
   for_expert_panels(me, sorted, width / PANEL, [&](const ExpertRows& r, Index panel) {
-    const GatedPanels panels{e.gate_up, {e.activation, true}, r.expert * 2 * width / PANEL, width / PANEL};
+    const GatedPanels panels{e.gate_up, {e.activation, outs > width}, r.expert * outs / PANEL, width / PANEL};
     panels.multiply(panel, input.rows(r.first, r.first + r.count), r.count, act + r.first * width, width);
   });
   Input gated(me, e.down, act, n, shared);
@@ -126,7 +127,7 @@ inline Index num_row_blocks(const Experts& e, Index choices) {
 
 extern "C" {
 
-// y [n, hidden] = the shares of each row's experts, summed: down(activation(gate) * up).
+// y [n, hidden] = the shares of each row's experts, summed: down(activation(gate) * up), or down(activation(up)).
 void slip_experts(Team* team, const Experts* e, const ChosenExperts* c) {
   const Choices choices{c->experts, c->shares, c->n, c->each};
   const Index hidden = e->gate_up.k;

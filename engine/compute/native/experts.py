@@ -8,7 +8,12 @@ import torch
 from torch import nn
 
 from engine.compute.loading.stored_weights import ALPHA, LIMIT
-from engine.compute.native.families import has_limited_experts, has_read_experts
+from engine.compute.native.families import (
+    has_limited_experts,
+    has_read_experts,
+    has_ungated_experts,
+    weights_of_experts,
+)
 from engine.compute.native.kernels import PANEL, NativeKernels
 from engine.compute.native.modules import NativeLinear, activation_of
 from engine.compute.native.packed_weights import PackedWeights
@@ -18,8 +23,8 @@ from engine.compute.native.records import Activation, Experts
 class NativeExperts(nn.Module):
     """down(activation(gate(x)) * up(x)) of each expert that a row was given to, by their shares summed.
 
-    `gate_up` and `down` are projections to the outputs of all experts, one behind the other; of `gate_up`
-    each has those of its gate first.
+    Or down(activation(up(x))), for experts without gates. `gate_up` and `down` are projections to the outputs
+    of all experts, one behind the other; of `gate_up` each has those of its gate first.
     """
 
     def __init__(self, kernels: NativeKernels, original: Any) -> None:
@@ -27,8 +32,9 @@ class NativeExperts(nn.Module):
             gate_up, down = _packed_limited(kernels, original)
             self._take(kernels, gate_up, down, Activation.SWIGLU_LIMITED)
             return
-        gate_up = kernels.pack(original.gate_up_proj.detach().flatten(0, 1))
-        down = kernels.pack(original.down_proj.detach().flatten(0, 1))
+        gate_up, down = (
+            kernels.pack(weights.detach().flatten(0, 1)) for weights in weights_of_experts(original)
+        )
         self._take(kernels, gate_up, down, activation_of(original.act_fn))
 
     @classmethod
@@ -60,17 +66,17 @@ class NativeExperts(nn.Module):
         """True for experts that can be computed; their output is still to be compared."""
         if not has_read_experts(original):
             return False
-        gate_up, down = original.gate_up_proj, original.down_proj
         if has_limited_experts(original):
             if (original.alpha, original.limit) != (ALPHA, LIMIT):
                 return False
-            gate_up, down = gate_up.mT, down.mT
         elif activation_of(original.act_fn) is None:
             return False
+        gate_up, down = weights_of_experts(original)
         num_experts, hidden, width = down.shape
+        outputs = width if has_ungated_experts(original) else 2 * width
         return (
             gate_up.dtype is down.dtype is dtype
-            and gate_up.shape == (num_experts, 2 * width, hidden)
+            and gate_up.shape == (num_experts, outputs, hidden)
             and hidden % PANEL == width % PANEL == 0
         )
 
@@ -92,7 +98,7 @@ def _packed_limited(kernels: NativeKernels, original: Any) -> tuple[PackedWeight
     def apart(by_turns: torch.Tensor) -> torch.Tensor:  # [experts, 2 * width, ...], gate first
         return torch.cat((by_turns[:, ::2], by_turns[:, 1::2]), dim=1)
 
-    gate_up, down = original.gate_up_proj.detach().mT, original.down_proj.detach().mT
+    gate_up, down = (weights.detach() for weights in weights_of_experts(original))
     gate_up_bias, down_bias = original.gate_up_proj_bias.detach(), original.down_proj_bias.detach()
     return (
         kernels.pack(apart(gate_up).flatten(0, 1), apart(gate_up_bias).flatten()),

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from engine.compute.native.records import NormKind
@@ -183,6 +184,8 @@ EXPERTS = frozenset(
         "zaya",
     }
 )
+# The same without gates.
+UNGATED_EXPERTS = frozenset({"nemotron_h"})
 # The same, but with biases and limits; of gate and up their outputs take turns.
 LIMITED_EXPERTS = frozenset({"gpt_oss"})
 # And in these the likeliest by a softmax over all are chosen, with their chances, normed or not, for shares.
@@ -227,14 +230,31 @@ def is_whole(module: nn.Module, kind: str) -> bool:
 
 
 def has_read_experts(module: nn.Module) -> bool:
-    """True for all experts of a layer, gated, whose code was read."""
-    names = EXPERTS | LIMITED_EXPERTS
+    """True for all experts of a layer, whose code was read."""
+    names = EXPERTS | UNGATED_EXPERTS | LIMITED_EXPERTS
     return _name_of(type(module)) in names and type(module).__name__.endswith("Experts")
 
 
 def has_limited_experts(module: nn.Module) -> bool:
     """True for those of them with biases and limits."""
     return has_read_experts(module) and _name_of(type(module)) in LIMITED_EXPERTS
+
+
+def has_ungated_experts(module: nn.Module) -> bool:
+    """True for those of them that are down(activation(up(x)))."""
+    return has_read_experts(module) and _name_of(type(module)) in UNGATED_EXPERTS
+
+
+def weights_of_experts(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What such experts multiply with first, [count, outputs, hidden], and then, [count, hidden, width].
+
+    The outputs are `width` without gates, else twice as many: gates before ups, by turns with limits.
+    """
+    if has_ungated_experts(module):
+        return module.up_proj, module.down_proj
+    if has_limited_experts(module):
+        return module.gate_up_proj.mT, module.down_proj.mT
+    return module.gate_up_proj, module.down_proj
 
 
 def has_read_router(module: nn.Module) -> bool:

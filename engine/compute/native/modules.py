@@ -148,6 +148,7 @@ _ACTIVATIONS = {
     "GELUTanh": Activation.GELU_TANH,
     "NewGELUActivation": Activation.GELU_TANH,
     "GELUActivation": Activation.GELU,
+    "ReLUSquaredActivation": Activation.RELU_SQUARED,
 }
 
 

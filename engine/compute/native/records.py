@@ -31,6 +31,7 @@ class Activation(IntEnum):
     GELU_TANH = 1
     GELU = 2
     SWIGLU_LIMITED = 3
+    RELU_SQUARED = 4
 
 
 class Product(ctypes.Structure):

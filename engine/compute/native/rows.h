@@ -80,7 +80,7 @@ void normalize(const Element* x, Norm norm, Element* y, Index width) {
 }
 
 // What a layer's gate goes through.
-enum Activation : Index { SILU = 0, GELU_TANH = 1, GELU = 2, SWIGLU_LIMITED = 3 };
+enum Activation : Index { SILU = 0, GELU_TANH = 1, GELU = 2, SWIGLU_LIMITED = 3, RELU_SQUARED = 4 };
 
 // x over 1 + e^-z.
 SLIP_INLINE Floats times_sigmoid(Floats x, Floats z) {
@@ -101,6 +101,12 @@ SLIP_INLINE Floats gelu(Floats x) {
   for (float c : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f}) y = fma(y, t, broadcast(c));
   const Floats beyond = y * t * exponential(zeros() - z * z) * broadcast(0.5f);  // the normal distribution beyond |x|
   return x * where_negative(x, beyond, one - beyond);
+}
+
+// The square of what of x is above 0 (So et al. 2021, "Primer"); a NaN stays one.
+SLIP_INLINE Floats relu_squared(Floats x) {
+  const Floats above = maximum(zeros(), x);
+  return above * above;
 }
 
 // y [width] = activation(gate) * up, or without `up` where that is null.
@@ -128,6 +134,8 @@ void apply_gate(Index activation, const Element* gate, const Element* up, Elemen
   if (activation == SILU)
     return gate_with([](Floats x) SLIP_ALWAYS { return times_sigmoid(x, x); }, gate, up, y, width);
   if (activation == GELU_TANH) return gate_with([](Floats x) SLIP_ALWAYS { return gelu_tanh(x); }, gate, up, y, width);
+  if (activation == RELU_SQUARED)
+    return gate_with([](Floats x) SLIP_ALWAYS { return relu_squared(x); }, gate, up, y, width);
   gate_with([](Floats x) SLIP_ALWAYS { return gelu(x); }, gate, up, y, width);
 }
 

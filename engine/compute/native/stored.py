@@ -109,7 +109,11 @@ class _Packer:
             None if bias is None else bias.to(self._kernels.dtype).flatten()
             for bias in stored.biases or (None, None)
         )
-        gate_up = joined_by_experts(found[0], found[1], stored.count, gate_up_bias)
+        gate_up = (
+            joined_by_experts(found[0], found[1], stored.count, gate_up_bias)
+            if stored.gate
+            else joined(found[1])
+        )
         return NativeExperts.of(self._kernels, gate_up, joined(found[2], down_bias), activation)
 
     def _pack(self, weight: Stored) -> BlockPanels | None:

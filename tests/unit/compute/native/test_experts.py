@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import GptOssConfig, MixtralConfig, NemotronHConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from engine.compute.native.experts import NativeExperts
 from engine.compute.native.kernels import NativeKernels
 from engine.compute.native.quantization import Q4_1, Q8_0
 from engine.compute.native.records import Activation
-from tests.support.expert_mixtures import Mixture, random_rows
+from tests.support.expert_mixtures import ACTIVATIONS, Mixture, random_rows
 from tests.support.gguf_blocks import in_blocks
 from tests.support.native import compiled_kernels
 
@@ -48,6 +49,14 @@ def test_activations(kernels: NativeKernels, activation: Activation) -> None:
     assert_close(mixture.packed(kernels)(*rows), mixture.expected(*rows))
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("n", [1, 9, 200])
+def test_experts_without_gates(kernels: NativeKernels, n: int, activation: Activation) -> None:
+    mixture = Mixture.random(64, 96, BF16, activation, is_gated=False)
+    rows = random_rows(n, 64, BF16)
+    assert_close(mixture.packed(kernels)(*rows), mixture.expected(*rows))
+
+
 def test_all_rows_may_choose_one_expert(kernels: NativeKernels) -> None:
     mixture = Mixture.random(64, 96, BF16)
     x, _, _ = random_rows(250, 64, BF16)
@@ -74,6 +83,16 @@ def test_a_number_that_no_expert_has_is_left_out(kernels: NativeKernels) -> None
     expected = mixture.expected(x, chosen, shares)
     assert not expected[7].any() and not found[7].any()
     assert_close(found, expected)
+
+
+@pytest.mark.parametrize("block_format", [Q8_0, Q4_1])
+def test_experts_without_gates_of_few_bits(block_format: int) -> None:
+    kernels = compiled_kernels(formats=True)
+    mixture = Mixture.random(96, 160, BF16, Activation.RELU_SQUARED, is_gated=False)
+    x, chosen, shares = random_rows(30, 96, BF16)
+    found = mixture.packed(kernels, block_format)(x, chosen, shares).double()
+    expected = mixture.expected(in_blocks(x), chosen, shares)
+    assert (found - expected).norm() <= (0.02 if block_format == Q8_0 else 0.15) * expected.norm()
 
 
 def test_no_rows(kernels: NativeKernels) -> None:
@@ -143,7 +162,22 @@ def qwen(**changes: Any) -> Any:
     return experts_of(Qwen3MoeExperts, Qwen3MoeConfig(**options))
 
 
-@pytest.mark.parametrize("original", [mixtral(), qwen(), mixtral(hidden_act="gelu_pytorch_tanh")])
+def nemotron(**changes: Any) -> Any:
+    options = {"hidden_size": 64, "moe_intermediate_size": 96, "n_routed_experts": 6} | changes
+    return experts_of(NemotronHExperts, NemotronHConfig(**options))
+
+
+@pytest.mark.parametrize(
+    "original",
+    [
+        mixtral(),
+        qwen(),
+        mixtral(hidden_act="gelu_pytorch_tanh"),
+        nemotron(),
+        nemotron(mlp_hidden_act="silu"),
+        nemotron(hidden_size=96, moe_latent_size=64),
+    ],
+)
 @pytest.mark.parametrize("of_shares", [BF16, torch.float32])
 def test_the_stand_in_answers_as_the_original(
     kernels: NativeKernels, original: Any, of_shares: torch.dtype
@@ -156,8 +190,8 @@ def test_the_stand_in_answers_as_the_original(
     assert ((found - expected).norm(dim=-1) <= 0.02 * expected.norm(dim=-1)).all()
 
 
-def test_the_stand_in_keeps_one_copy_of_the_weights(kernels: NativeKernels) -> None:
-    original = qwen()
+@pytest.mark.parametrize("original", [qwen(), nemotron()])
+def test_the_stand_in_keeps_one_copy_of_the_weights(kernels: NativeKernels, original: Any) -> None:
     made = NativeExperts(kernels, original)
     weights = sum(each.weights.packed.nbytes for each in (made.gate_up, made.down))
     assert weights == sum(parameter.nbytes for parameter in original.parameters())
@@ -174,6 +208,8 @@ class OfAnotherFamily(Qwen3MoeExperts):  # type: ignore[misc]
         qwen(hidden_act="relu"),
         qwen(hidden_size=48),
         qwen(moe_intermediate_size=80),
+        nemotron(mlp_hidden_act="relu"),
+        nemotron(moe_intermediate_size=80),
         qwen().float(),
         experts_of(OfAnotherFamily, qwen().config),
         nn.Linear(64, 64),

@@ -18,6 +18,7 @@ from engine.compute.native.families import (
     PROJECTIONS,
     READ,
     ROUTERS,
+    UNGATED_EXPERTS,
 )
 from engine.compute.native.layer_form import NORM_NAMES, NormNames
 from engine.compute.native.records import NormKind
@@ -503,6 +504,17 @@ def test_experts_are_what_was_read(family: str) -> None:
     assert re.findall(r"self\.(\w+) = nn.Parameter", body) == ["gate_up_proj", "down_proj"]
 
 
+@pytest.mark.parametrize("family", sorted(UNGATED_EXPERTS))
+def test_experts_without_gates_are_what_was_read(family: str) -> None:
+    lines = only(code_of(family), "Experts").replace("torch.nn.functional", "F").splitlines()
+    assert lines == EXPERTS_WITHOUT_GATES
+    (made,) = re.findall(r"(@.*)\nclass \w+Experts\(nn.Module\):\n((?:    .*\n|\n)+)", source_of(family))
+    decorator, body = made
+    assert decorator == "@use_experts_implementation(has_gate=False)"  # not transposed, without biases
+    assert re.findall(r"def (\w+)", body) == ["__init__", "forward"]
+    assert re.findall(r"self\.(\w+) = nn.Parameter", body) == ["up_proj", "down_proj"]
+
+
 EXPERTS_OF_A_MIXTURE = [
     "final_hidden_states = torch.zeros_like(hidden_states)",
     "with torch.no_grad():",
@@ -521,6 +533,27 @@ EXPERTS_OF_A_MIXTURE = [
     "    current_hidden_states = current_hidden_states * top_k_weights[token_idx, top_k_pos, None]",
     "    final_hidden_states.index_add_(0, token_idx, current_hidden_states.to(final_hidden_states.dtype))",
     "return final_hidden_states",
+]
+
+
+EXPERTS_WITHOUT_GATES = [
+    "final_hidden_states = torch.zeros_like(hidden_states, dtype=top_k_weights.dtype)",
+    "with torch.no_grad():",
+    "    expert_mask = F.one_hot(top_k_index, num_classes=self.num_experts + 1)",
+    "    expert_mask = expert_mask.permute(2, 1, 0)",
+    "    expert_hit = torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonzero().squeeze(-1)",
+    "for expert_idx in expert_hit:",
+    "    expert_idx = expert_idx.item()",
+    "    top_k_pos, token_idx = torch.where(expert_mask[expert_idx])",
+    "    if token_idx.numel() == 0:",
+    "        continue",
+    "    current_state = hidden_states[token_idx]",
+    "    current_hidden_states = F.linear(current_state, self.up_proj[expert_idx])",
+    "    current_hidden_states = self.act_fn(current_hidden_states)",
+    "    current_hidden_states = F.linear(current_hidden_states, self.down_proj[expert_idx])",
+    "    current_hidden_states = current_hidden_states * top_k_weights[token_idx, top_k_pos, None]",
+    "    final_hidden_states.index_add_(0, token_idx, current_hidden_states.to(final_hidden_states.dtype))",
+    "return final_hidden_states.to(hidden_states.dtype)",
 ]
 
 
