@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check install
+# Bytecode is kept when a module is first used: pip would compile all 18,000 that are there, for a minute.
+PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check install --no-compile
 # Types are checked by this many processes, and test files handed out to as many; a file stays in one, so that it
 # starts its server once. They go out in the order of their folders: the longest first, those of units last.
 WORKERS ?= 2
@@ -64,8 +65,8 @@ install:
 serve: $(STAMP)
 	@exec $(BIN)/slipstream serve $(ARGS)
 
-# Tests start some eighty servers: each would compile what the one before has compiled.
-test test-tools test-all: export PYTHONDONTWRITEBYTECODE :=
+# Tests start some eighty servers: each would compile what the one before has compiled, and so would the next server.
+serve test test-tools test-all: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(STAMP)
 	@$(BESIDE) $(ARGS)
