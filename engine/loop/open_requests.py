@@ -58,8 +58,13 @@ class RequestCounts:
         self._num_open[name] += 1
 
     def choices_beside(self, request_id: str) -> list[str]:
-        """The open choices of a choice's group, itself included; none of one that is not open. O(open)."""
+        """The choices of a choice's group, itself included; none unless all that were opened still are.
+
+        O(open).
+        """
         name = self._group_of.get(request_id)
+        if name in self._gravest:
+            return []
         return [other for other, group in self._group_of.items() if group == name]
 
     def close(self, request_id: str, ending: Ending) -> None:
@@ -131,7 +136,7 @@ class OpenRequests:
         return list(self._requests.values())
 
     def reply_of(self, request_id: str) -> list[Request]:
-        """The open requests of the reply that one belongs to; none of what is read ahead."""
+        """The requests of the reply that one belongs to; none if one has ended, nor of what is read ahead."""
         return [self._requests[choice] for choice in self._counts.choices_beside(request_id)]
 
     async def wait_until_none(self) -> None:

@@ -353,6 +353,23 @@ async def test_one_of_several_tenants_does_not_get_all_places() -> None:
             engine.admit_text("a")
 
 
+async def test_a_reply_of_which_a_choice_has_ended_keeps_its_places() -> None:
+    shape = EngineShape(max_num_seqs=1, policy="fair")
+    limits = EngineLimits(max_queued_requests=4, has_tenants=True)
+    async with running_engine(shape, limits=limits) as harness:
+        with harness.engine.admit(4, "a"):
+            reply = [harness.submit(PROMPT, max_tokens=8, group="reply", tenant="a") for _ in range(4)]
+        await anext(reply[0])
+        other = harness.submit(PROMPT, max_tokens=100, tenant="b")  # it has the seat when the first has ended
+        await collect(reply[0])
+        await anext(other)
+        with pytest.raises(Overloaded, match="3 requests wait, the limit is 4"):
+            harness.engine.admit(2, "b")
+        other.close()
+        for stream in reply[1:]:
+            assert (await collect(stream)).finish.reason is FinishReason.LENGTH
+
+
 async def test_one_of_several_tenants_does_not_get_the_room_for_all_tokens() -> None:
     shape, limits = EngineShape(max_num_seqs=1), EngineLimits(max_queued_tokens=80, has_tenants=True)
     async with running_engine(shape, limits=limits) as harness:
