@@ -290,15 +290,19 @@ class PagedKvManager:
     def reserve(self, num_blocks: int) -> list[int] | None:
         """Take free blocks to have them filled from elsewhere; None unless one is left for each sequence.
 
-        None, too, if any of them is yet to be zeroed, which could come when it is filled.
+        None, too, if a step is yet to zero any of them, which could come when it is filled, or to copy it to
+        the host. Those that no step was told to zero are filled instead: else they would stay in the way
+        for as long as nothing else is computed.
         """
         if num_blocks + len(self._sequences) > self.pool.num_free:
             return None
         block_ids = self.pool.take(num_blocks) or []
-        if not set(block_ids).isdisjoint(chain(self._scrub_blocks, *self._scrubs_in_flight)):
+        taken = set(block_ids)
+        if not taken.isdisjoint(chain(self.host.sources(), *self._scrubs_in_flight)):
             self.pool.release(block_ids)
             return None
-        self._reserved.update(block_ids)
+        self._scrub_blocks = [block_id for block_id in self._scrub_blocks if block_id not in taken]
+        self._reserved |= taken
         return block_ids
 
     def unreserve(self, block_ids: Sequence[int]) -> None:

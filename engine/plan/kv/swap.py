@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from engine.plan.step_records import BlockCopy, BlockMoves, StateCopy
@@ -79,6 +79,10 @@ class SwapSpace:
     def has_copied(self, request_id: str) -> bool:
         """True once a step has copied the request's KV here."""
         return request_id in self._held and request_id not in self._saving
+
+    def sources(self) -> Iterator[int]:
+        """The device blocks that no step has copied here yet."""
+        return (copy.source for moves in self._saving.values() for copy in moves.swap_out)
 
     def drop_unsaved(self, request_id: str) -> bool:
         """Free what the request holds if no step has copied its KV here yet; True if so."""

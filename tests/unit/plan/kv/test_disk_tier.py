@@ -228,11 +228,10 @@ def test_a_preempted_request_comes_back_from_disk_when_there_is_room() -> None:
     assert len(stored) >= 14
 
 
-def test_a_block_that_is_yet_to_be_zeroed_is_not_read_into() -> None:
+def test_a_block_that_a_step_is_to_zero_is_not_read_into() -> None:
     disk = Disk(num_blocks=8, max_model_len=32)
     kv = disk.batcher.kv
     kv.scrub([2])  # free, and perhaps not finite
-    assert kv.reserve(6) is None
     disk.batcher.add(make_request("b", [1, 2], max_tokens=2))
     decision = disk.batcher.step()
     assert decision.inputs is not None
@@ -241,3 +240,35 @@ def test_a_block_that_is_yet_to_be_zeroed_is_not_read_into() -> None:
     disk.batcher.commit(decision, disk.runner.run(decision.inputs).rows)
     assert kv.reserve(6) is not None
     kv.check_integrity()
+
+
+def test_a_block_to_be_zeroed_is_read_into_while_nothing_runs() -> None:
+    disk = Disk(num_blocks=8, max_model_len=32)
+    disk.batcher.kv.scrub(range(8))  # left by somebody who has gone, and no step comes that zeroes them
+    disk.batcher.add(make_request("a", PROMPT))
+    read = disk.answer(num_stored=4, num_good=3)
+    assert read is not None
+    decision = disk.batcher.step()
+    assert shape_of(decision) == [("a", 12, 6, True)]
+    assert decision.inputs is not None
+    zeroed = set(decision.inputs.moves.scrub_blocks)
+    assert zeroed == set(range(8)) - set(read.block_ids[:3]), "the damaged one, too"
+
+
+def test_a_block_that_is_yet_to_be_saved_on_the_host_is_not_read_into() -> None:
+    disk = Disk(num_blocks=16, max_model_len=56, max_num_seqs=3, num_host_blocks=32, preemption="swap")
+    older = make_request("a", 20, arrival=1, max_tokens=30)
+    for request in (older, make_request("b", 24, arrival=3, max_tokens=30)):
+        disk.batcher.add(request)
+        disk.answer(num_stored=0)
+    decision = disk.batcher.step()
+    while decision.inputs is not None and not decision.swapped:
+        disk.batcher.commit(decision, disk.runner.run(decision.inputs).rows)
+        decision = disk.batcher.step()
+    assert decision.inputs is not None
+    assert decision.inputs.moves.swap_out, "its blocks are free, and the step that saves them is out"
+    disk.batcher.add(make_request("c", range(200, 217), arrival=9))
+    assert disk.answer(num_stored=4) is None
+    disk.batcher.commit(decision, disk.runner.run(decision.inputs).rows)
+    disk.batcher.kv.check_integrity()
+    assert disk.batcher.kv.reserve(4) is not None
