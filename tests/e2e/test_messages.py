@@ -201,6 +201,25 @@ async def test_a_forced_call_streams_its_arguments(choice: Any, most: int) -> No
     assert grammar.structure.frame.most == most
 
 
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ('{"city": NaN, "days": [1, -Infinity]}', {"city": None, "days": [1, None]}),
+        ('{"city": 1e999}', {"city": None}),
+        ('{"city": "Os\nlo"}', {"city": "Os\nlo"}),
+        ("{'city': 'Oslo'}", {}),
+    ],
+)
+async def test_arguments_that_are_no_json_are_read_as_far_as_they_go(
+    arguments: str, read: dict[str, Any]
+) -> None:
+    engine = engine_of(f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>')
+    async with server_url(engine) as url:
+        message = check_message((await post(url, body_of(max_tokens=200, tools=[WEATHER]))).json())
+    (call,) = message["content"]
+    assert (message["stop_reason"], call["name"], call["input"]) == ("tool_use", "weather", read)
+
+
 async def test_no_tool_is_shown_when_none_may_be_called() -> None:
     engine = engine_of("ok")
     async with server_url(engine) as url:

@@ -110,6 +110,18 @@ async def test_without_a_limit_a_reply_ends_with_the_context(options: object) ->
     assert engine.requests[0].sampling.seed != -1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_number_that_json_has_not_is_null_in_a_call(stream: bool) -> None:
+    engine = engine_of(
+        '<tool_call>\n{"name": "weather", "arguments": {"city": NaN, "days": 2}}\n</tool_call>'
+    )
+    async with url_of(engine) as url:
+        reply = await post(url, CHAT, messages=HELLO, tools=TOOLS, stream=stream)
+    said = check_lines(lines_of(reply)) if stream else check_reply(reply.json())
+    (call,) = said["tool_calls"]
+    assert call["function"]["arguments"] == {"city": None, "days": 2}
+
+
 async def test_a_conversation_with_calls_reaches_the_template() -> None:
     calls = [{"function": {"name": name, "arguments": {"n": 1}}} for name in ("a", "b", "b")]
     messages = [

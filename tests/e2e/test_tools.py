@@ -311,6 +311,27 @@ async def test_the_servers_own_truncated_call_is_taken_on_the_next_turn() -> Non
     assert engine.messages[2]["content"] == ""
 
 
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [('{"city": "Kö\nln"}', {"city": "Kö\nln"}), ('{"city": NaN, "days": 2}', {"city": None, "days": 2})],
+)
+async def test_the_servers_own_call_that_is_not_quite_json_is_taken_on_the_next_turn(
+    written: str, read: dict[str, Any]
+) -> None:
+    engine = engine_of("hermes")
+    engine.reply = f'<tool_call>\n{{"name": "weather", "arguments": {written}}}\n</tool_call>'
+    async with server_url(engine) as url:
+        reply = (await ask(url, "POST", PATH, body_of(tools=TOOLS, max_tokens=200))).json()
+        message = reply["choices"][0]["message"]
+        (call,) = message["tool_calls"]
+        assert call["function"]["arguments"] == written
+        answer = {"role": "tool", "tool_call_id": call["id"], "content": "rain"}
+        again = body_of(tools=TOOLS, messages=[*HELLO, message, answer])
+        assert (await ask(url, "POST", PATH, again)).status == 200
+    calls: Any = engine.messages[1]["tool_calls"]
+    assert calls[0]["function"]["arguments"] == read
+
+
 async def test_a_choice_of_allowed_tools_leaves_only_those() -> None:
     engine = engine_of("hermes")
     tools = [{"type": "function", "function": {"name": "clock"}}]

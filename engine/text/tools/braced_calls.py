@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 
 from engine.text.reply.text_feed import Parser, TextFeed, text_until
 from engine.text.structured_output import CallForm, CallForms, CallPart
@@ -98,9 +99,12 @@ def _value(text: str, at: int, quote: str, depth: int) -> tuple[object, int]:
     bare = _BARE.match(text, at)
     word = "" if bare is None else bare[0]
     try:
-        return json.loads(word), at + len(word)
+        value = json.loads(word)
     except ValueError:
-        return word.strip(), at + len(word)
+        value = word.strip()
+    if isinstance(value, float) and not isfinite(value):  # JSON has no number for it
+        value = word.strip()
+    return value, at + len(word)
 
 
 def _items(text: str, at: int, quote: str, depth: int) -> tuple[list[object], int]:

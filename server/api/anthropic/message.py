@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from pydantic_core import from_json
-
 from engine import Finish, FinishReason, OutputDelta
 from server.api.blocks import Block, BlockEvent, Closed, Grown, Opened
+from server.api.call_arguments import arguments_in
 from server.api.generation import Choice
 from server.api.turn_reply import LARGE_CHARS, NamedEvent
 from server.api.usage import num_cached_tokens, num_reasoning_tokens, reply_metrics
@@ -106,7 +105,7 @@ class MessageShape:
         if block.kind == "reasoning":
             shown = "" if self.hides_thoughts else block.text
             return {"type": "thinking", "thinking": shown, "signature": signature_of(block.text)}
-        return {**self._begun(block), "input": _arguments(block.text)}
+        return {**self._begun(block), "input": arguments_in(block.text)}
 
     def _end(self, choice: Choice, finish: Finish) -> Iterator[NamedEvent]:
         reason, stop = self._stop(finish)
@@ -184,12 +183,3 @@ def _delta(block: Block, text: str) -> Json:
     if block.kind == "reasoning":
         return {"type": "thinking_delta", "thinking": text}
     return {"type": "input_json_delta", "partial_json": text}
-
-
-def _arguments(text: str) -> Json:
-    """What a call's arguments hold, also when they were cut."""
-    try:
-        found = from_json(text or "{}", allow_partial="trailing-strings")
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}

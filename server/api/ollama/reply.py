@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from pydantic_core import from_json
-
 from engine import Finish, FinishReason, OutputDelta
 from server.api.blocks import Block, BlockEvent, Closed, Grown
+from server.api.call_arguments import arguments_in
 from server.api.generation import Choice
 from server.api.turn_reply import LARGE_CHARS, NamedEvent
 from server.api.usage import reply_metrics
@@ -116,9 +115,5 @@ def durations(finish: Finish) -> Json:
 
 def call_object(block: Block, index: int) -> Json:
     """A call with its arguments as an object, also when they were cut."""
-    try:
-        found = from_json(block.text or "{}", allow_partial="trailing-strings")
-    except ValueError:
-        found = None
-    arguments = found if isinstance(found, dict) else {}
-    return {"id": block.call_id, "function": {"index": index, "name": block.name, "arguments": arguments}}
+    function = {"index": index, "name": block.name, "arguments": arguments_in(block.text)}
+    return {"id": block.call_id, "function": function}

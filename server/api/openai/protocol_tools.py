@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, PlainValidator, ValidationInfo
-from pydantic_core import from_json
 
 from engine import INPUT_KEY, NO_PARAMETERS, StructuredOutput, StructureKind, ToolChoice, ToolSpec
+from server.api.call_arguments import read_arguments
 from server.api.openai.protocol_values import (
     MAX_SCHEMA_CHARS,
     BodyPart,
@@ -100,15 +100,15 @@ def check_parameters(value: object) -> dict[str, Any]:
 def check_arguments(value: object) -> dict[str, Any]:
     """The arguments of an earlier call: the text of a JSON object; none at all is an empty one.
 
-    Of a call that the end of its reply cut short they are as much as there is.
+    Of a call that the end of its reply cut short they are as much as there is, and of what is not quite JSON
+    what can be read: this server's own replies come back.
     """
     if not isinstance(value, str):
         refuse("must be a string that holds a JSON object")
     if (too_many := find_too_many(value.encode("utf-8", "replace"))) is not None:
         refuse(f"holds {too_many}")
     try:
-        text = value if value.strip() else "{}"
-        arguments = from_json(text, allow_inf_nan=False, allow_partial="trailing-strings")
+        arguments = read_arguments(value)
     except ValueError:
         refuse("must be a string that holds a JSON object; it is not valid JSON")
     if not isinstance(arguments, dict):

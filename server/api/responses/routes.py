@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.body import read_request, report_ignored
+from server.api.call_arguments import arguments_in
 from server.api.openai.chat import open_chat_body
 from server.api.openai.logprobs import TokenSpelling
 from server.api.openai.protocol_structure import JsonSchemaFormat, ResponseFormat
@@ -22,7 +23,7 @@ from server.api.responses.conversation import messages_of
 from server.api.responses.events import Keep, ResponsesShape
 from server.api.responses.output import Envelope, Item, ItemSpelling, ServedBy
 from server.api.responses.protocol import REFUSALS, ResponsesRequest, ResponsesTurn, TextFormat
-from server.api.responses.protocol_items import InputItem, ReferenceItem, hosted_kinds
+from server.api.responses.protocol_items import FunctionCallItem, InputItem, ReferenceItem, hosted_kinds
 from server.api.responses.store import StoredResponse, StoredResponses
 from server.api.responses.tools import ToolSet, choose, read_tool_set
 from server.api.turn_reply import LARGE_CHARS, respond
@@ -36,7 +37,7 @@ router = APIRouter(tags=["generation"])
 
 ResponseId = Annotated[str, Path(description="The id of a stored response.")]
 
-_ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
+_ITEM: TypeAdapter[InputItem] = TypeAdapter(InputItem)
 _NAMES: Mapping[str, str] = {
     "response_format.json_schema.schema": "text.format.schema",
     "response_format": "text.format",
@@ -132,13 +133,20 @@ class _Past:
             if not stored.is_open:
                 response["store"] = False
                 return
-            made = _ITEMS.validate_python(list(output))
+            made = list(map(_item_of, output))
             num_chars = sum(len(str(item)) for item in output)
             num_bytes = self.num_bytes + _STORED_BYTES + num_chars * _CHAR_BYTES
             whole = StoredResponse(response_id, self.tenant, response, [*self.items, *made], num_bytes)
             stored.add(whole, made)
 
         return keep
+
+
+def _item_of(output: Item) -> InputItem:
+    """An item of the reply as input; the model may have written arguments that no client may send."""
+    if output["type"] != "function_call":
+        return _ITEM.validate_python(output)
+    return FunctionCallItem.model_construct(**{**output, "arguments": arguments_in(output["arguments"])})
 
 
 def _forget(response: dict[str, Any], output: Sequence[Item]) -> None:

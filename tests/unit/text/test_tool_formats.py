@@ -190,6 +190,11 @@ CASES: dict[str, tuple[Any, str, Found]] = {
         "<|tool_call>call:add{a:true,b:[]}<tool_call|>",
         ("", [("add", {"a": True, "b": []})]),
     ),
+    "gemma 4 with numbers that JSON has not": (
+        GEMMA4,
+        "<|tool_call>call:add{a:Infinity,b:[-Infinity,NaN,1e999]}<tool_call|>",
+        ("", [("add", {"a": "Infinity", "b": ["-Infinity", "NaN", "1e999"]})]),
+    ),
     "gemma 4 and no call": (GEMMA4, "<|tool_call>add(1)<tool_call|>", ("<|tool_call>add(1)<tool_call|>", [])),
     "functiongemma": (
         FUNCTION_GEMMA,
