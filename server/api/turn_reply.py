@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from server.api.generation import Choice, Generation
 from server.http.context import ServerContext
 from server.http.json_pieces import LargeJson, encoded_off_loop
 from server.http.json_reply import json_response
-from server.http.sse import NAMED_EVENTS, Framing, begin_stream
+from server.http.sse import NAMED_EVENTS, Framing, Silence, begin_stream
 
 # More of it is encoded off the loop: it would take the loop some milliseconds.
 LARGE_CHARS = 262_144
@@ -89,21 +88,24 @@ def _last(shape: TurnShape, error: Exception | None, framing: Framing) -> list[b
 async def _events(
     context: ServerContext, generation: Generation, shape: TurnShape, framing: Framing
 ) -> AsyncGenerator[bytes, None]:
-    writer = BlockWriter()
+    writer, silence = BlockWriter(), Silence(context.settings.server.sse_keepalive_seconds)
     while generation.is_open:
         try:
-            async with asyncio.timeout(context.settings.server.sse_keepalive_seconds):
+            async with silence.limit():
                 choice, delta = await generation.next()
         except TimeoutError:
             events = [framing.whole(each.name, each.payload) for each in shape.silence()]
             yield b"".join(events) or framing.idle
+            silence.end()
             continue
         for event in shape.events(choice, delta, writer.write(choice, delta)):
             if not event.is_large:
                 yield framing.whole(event.name, event.payload)
+                silence.end()
                 continue
             yield framing.start(event.name)
             async with aclosing(encoded_off_loop(event.payload, context.large_replies)) as pieces:
                 async for piece in pieces:
                     yield piece
             yield framing.end
+            silence.end()

@@ -8,6 +8,7 @@ The only place that knows the wire formats.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -51,6 +52,23 @@ NAMED_EVENTS = Framing(_named_start)
 BARE_EVENTS = Framing(lambda _: EVENT_START)
 # Readers take each line for an object, empty ones too.
 JSON_LINES = Framing(lambda _: b"", b"\n", b"", "application/x-ndjson")
+
+
+class Silence:
+    """How long a stream has said nothing: what comes in meanwhile may show nothing to the client."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._loop = asyncio.get_running_loop()
+        self.end()
+
+    def end(self) -> None:
+        """Something was sent."""
+        self._due = self._loop.time() + self._limit_s
+
+    def limit(self) -> asyncio.Timeout:
+        """A wait within it ends with TimeoutError when something has to be sent."""
+        return asyncio.timeout_at(self._due)
 
 
 async def begin_stream(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,9 @@ from tests.support.fake_engine import FakeEngine
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 HELLO = [{"role": "user", "content": "é🦀"}]
+COMMENT = b": keep-alive\n\n"
+TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+WRITE = {"name": "write", "parameters": TEXT}
 
 
 def neutral(chunk: bytes) -> bytes:
@@ -118,6 +122,44 @@ async def test_comments_flow_while_nothing_else_does() -> None:
         events = events_of(b"".join(await wire.chunks()))
         await wire.close()
     assert "".join(event["choices"][0]["text"] for event in events) == "ab"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sign"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": HELLO, "tools": [{"type": "function", "function": WRITE}]},
+            COMMENT,
+        ),
+        ("/v1/responses", {"input": "hi", "tools": [{"type": "function", **WRITE}]}, COMMENT),
+        (
+            "/v1/messages",
+            {"messages": HELLO, "max_tokens": 300, "tools": [{"name": "write", "input_schema": TEXT}]},
+            b"event: ping\n",
+        ),
+    ],
+    ids=["chat", "responses", "messages"],
+)
+async def test_comments_flow_while_tokens_come_that_show_nothing_yet(
+    path: str, body: dict[str, Any], sign: bytes
+) -> None:
+    """As those of a long argument do, where the format tells it when it has ended."""
+
+    async def gate(_: int) -> None:
+        await asyncio.sleep(0.001)
+
+    call = "<tool_call><function=write><parameter=text>\n{}\n</parameter></function></tool_call>"
+    engine = FakeEngine(
+        tool_template="{{ tools }}<function=x><parameter=y>",
+        reply=call.format("x" * 100),
+        gate=gate,
+        max_model_len=4096,
+    )
+    async with server_url(engine, sse_keepalive_seconds=0.02) as url:
+        reply = await ask(url, "POST", path, {**body, "stream": True})
+    before, argument, _ = reply.body.partition(b"xxx")
+    assert argument and before.count(sign) > 1
 
 
 async def test_comments_flow_beside_several_choices() -> None:

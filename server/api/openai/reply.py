@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -20,7 +19,7 @@ from server.http.context import ServerContext
 from server.http.errors import error_reply
 from server.http.json_pieces import LargeJson, encoded_off_loop
 from server.http.json_reply import json_response
-from server.http.sse import DONE, EVENT_END, EVENT_START, KEEP_ALIVE, begin_stream, encode_event
+from server.http.sse import DONE, EVENT_END, EVENT_START, KEEP_ALIVE, Silence, begin_stream, encode_event
 
 # More than this is encoded off the loop: it would take the loop some milliseconds.
 _MANY_VALUES = 2_000
@@ -137,24 +136,28 @@ class Reply:
         return await begin_stream(self._chunks(generation), generation.close, _last)
 
     async def _chunks(self, generation: Generation) -> AsyncGenerator[bytes, None]:
+        silence = Silence(self._settings.sse_keepalive_seconds)
         while generation.is_open:
             try:
-                async with asyncio.timeout(self._settings.sse_keepalive_seconds):
+                async with silence.limit():
                     choice, delta = await generation.next()
             except TimeoutError:
                 yield KEEP_ALIVE
+                silence.end()
                 continue
             is_large = self._num_values(choice, delta, not choice.started) > _MANY_VALUES
             for part in self._shape.chunks(choice, delta):
                 event = {**self._envelope, **part, **self._chunk_usage(choice)}
                 if not is_large:
                     yield encode_event(event)
+                    silence.end()
                     continue
                 yield EVENT_START
                 async with aclosing(encoded_off_loop(event, self._turns)) as pieces:
                     async for piece in pieces:
                         yield piece
                 yield EVENT_END
+                silence.end()
         if self._includes_usage:
             yield encode_event({**self._envelope, "choices": [], **self._totals(generation)})
 
