@@ -79,7 +79,10 @@ class Admission:
         return permit
 
     def check_tokens(self, records: Sequence[Weighed], queue: Iterable[Weighed], priority: int = 0) -> None:
-        """Raise Overloaded when one reply's prompts overfill the queue; an empty queue takes any one."""
+        """Raise Overloaded when one reply's prompts overfill the queue; an empty queue takes any one.
+
+        InvalidRequest for several that no empty queue would take.
+        """
         waiting = list(queue)
         if records and len(records) + len(waiting) > 1:
             held: Counter[str | None] = Counter()
@@ -87,6 +90,9 @@ class Admission:
                 held[request.tenant] += request.num_tokens
             num_tokens = sum(record.num_tokens for record in records)
             limit, what = self.max_queued_tokens, "prompt tokens"
+            if len(records) > 1 and num_tokens > limit:
+                reason = f"The {len(records)} generations asked for at once have {num_tokens} prompt tokens"
+                raise InvalidRequest(f"{reason}; the queue holds {limit}.", param="prompt")
             places = Places(what, limit, held, lambda each: each.num_tokens, len(waiting))
             self._take(num_tokens, places, waiting, records[0].tenant, priority)
 

@@ -327,6 +327,17 @@ async def test_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
         assert harness.engine.metrics.requests_rejected["queue_full"] == 2
 
 
+async def test_a_reply_whose_prompts_no_empty_queue_takes_is_refused_for_good() -> None:
+    """To come back would never help; one prompt alone is taken, however long."""
+    async with running_engine(limits=EngineLimits(max_queued_tokens=12)) as harness:
+        engine, params = harness.engine, SamplingParams(max_tokens=4, temperature=0.0)
+        choices = [GenerationRequest(name, [1] * 10, params, group="reply") for name in "ab"]
+        with pytest.raises(InvalidRequest, match="20 prompt tokens; the queue holds 12") as caught:
+            engine.submit_all(choices)
+        assert caught.value.param == "prompt"
+        assert (await collect(harness.submit([1] * 20, max_tokens=4))).finish.error is None
+
+
 async def test_one_of_several_tenants_does_not_get_all_places() -> None:
     """Waiting, or being prepared: seven in eight; another gets its share, in the place of the newest."""
     shape, limits = EngineShape(max_num_seqs=1), EngineLimits(max_queued_requests=8, has_tenants=True)
