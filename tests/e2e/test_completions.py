@@ -211,6 +211,16 @@ async def test_truncation_keeps_the_last_tokens() -> None:
     assert prompts == ["gh", "defgh", "abcdefgh"]
 
 
+async def test_truncation_takes_a_text_that_is_longer_than_any_prompt() -> None:
+    engine = FakeEngine(max_model_len=10, char_limit=20)
+    async with server_url(engine) as url:
+        for keep in (2, -1):
+            body = {"prompt": "x" * 100 + "abcdefgh", "truncate_prompt_tokens": keep, "max_tokens": 2}
+            assert (await ask(url, "POST", PATH, body)).status == 200
+    prompts = ["".join(map(chr, request.prompt_token_ids)) for request in engine.requests]
+    assert prompts == ["gh", "abcdefgh"]
+
+
 async def test_more_than_the_context_cannot_be_kept() -> None:
     engine = FakeEngine(max_model_len=10)
     async with server_url(engine) as url:

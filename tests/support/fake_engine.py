@@ -66,6 +66,10 @@ class FakeTokenizer:
     """A token is a character."""
 
     fill_in_middle: FillInMiddle | None = None
+    most_chars: int = 1 << 20
+
+    def char_limit(self, max_model_len: int) -> int:
+        return self.most_chars
 
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
@@ -270,7 +274,7 @@ class FakeEngine:
 
     @property
     def tokenizer(self) -> FakeTokenizer:
-        return FakeTokenizer(self.fill_in_middle)
+        return FakeTokenizer(self.fill_in_middle, self.char_limit)
 
     def submit(self, request: GenerationRequest) -> FakeStream:
         self.requests.append(request)

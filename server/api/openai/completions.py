@@ -100,6 +100,8 @@ async def _read_prompt(
         token_ids, _ = await fill_in_prompt(engine, asked, tenant=tenant)
         return Prompt(token_ids)
     if isinstance(item, str):
+        if body.truncate_prompt_tokens is not None:  # none of what is kept stands before as much
+            item = item[-engine.tokenizer.char_limit(engine.info.max_model_len) :]
         all_ids = await engine.text.encode(item, add_special_tokens=with_special, tenant=tenant)
     else:
         all_ids = item
