@@ -78,6 +78,7 @@ from engine.text.reply.pieces import (
 from engine.text.reply.reply_format import ReplyFormat
 from engine.text.reply.reply_reader import ReplyReader
 from engine.text.structured_output import Frame, StructuredOutput, StructureKind
+from engine.text.tools.input_text import InputText
 from engine.text.tools.tool_spec import INPUT_KEY, NO_PARAMETERS, ToolChoice, ToolRules, ToolSpec
 from engine.training.training_plan import DrafterPlan, MedusaPlan, TrainingProgress
 
@@ -237,6 +238,7 @@ __all__ = [
     "Frame",
     "GenerationRequest",
     "Histogram",
+    "InputText",
     "InvalidRequest",
     "MedusaPlan",
     "ModelFacts",

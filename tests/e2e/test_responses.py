@@ -203,6 +203,36 @@ async def test_calls_of_custom_and_grouped_tools_come_back_as_such() -> None:
     assert [call["function"] for call in shown_calls] == calls
 
 
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ("{'city': 'Oslo'}", {}),
+        ('{"city": "Oslo",}', {}),
+        ('{"city": "\\ud800"}', {"city": "?"}),
+        ('{"city": "Os\nlo"}', {"city": "Os\nlo"}),
+        ('{"city": NaN, "days": 2}', {"city": None, "days": 2}),
+    ],
+)
+async def test_a_call_whose_arguments_are_no_json_is_told_stored_and_continued(
+    arguments: str, read: dict[str, Any]
+) -> None:
+    """Models write such; clients see them as they are, and the conversation goes on."""
+    engine = engine_of(f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>')
+    async with server_url(engine) as url:
+        body = {"input": "hi", "tools": [WEATHER]}
+        whole = check_response((await post(url, body)).json())
+        reply = await post(url, {**body, "stream": True})
+        streamed = check_responses_stream(named_events(reply.body))
+        for found in (whole, streamed):
+            (call,) = found["output"]
+            assert (found["status"], call["arguments"]) == ("completed", arguments)
+            output = {"type": "function_call_output", "call_id": call["call_id"], "output": "no"}
+            again = {"input": [output], "previous_response_id": found["id"]}
+            assert (await post(url, again)).status == 200
+            shown_calls: Any = engine.messages[1]["tool_calls"]
+            assert shown_calls[0]["function"] == {"name": "weather", "arguments": read}
+
+
 async def test_a_custom_tool_shows_its_grammar_and_a_forced_one_follows_a_regular_expression() -> None:
     lark = {**GREP, "format": {"type": "grammar", "syntax": "lark", "definition": "start: WORD"}}
     regex = {**GREP, "format": {"type": "grammar", "syntax": "regex", "definition": "[a-z]+"}}
@@ -266,6 +296,20 @@ async def test_only_allowed_tools_may_be_called() -> None:
     grammar = engine.requests[-1].grammar
     assert isinstance(grammar, FakeGrammar)
     assert set(json.loads(grammar.structure.source)["$defs"]) == {"clock"}
+
+
+async def test_a_choice_names_the_tool_of_no_group_before_one_of_a_group() -> None:
+    engine = engine_of("ok")
+    crm = {"type": "namespace", "name": "crm", "tools": [{"type": "function", "name": "weather"}]}
+    named = {"type": "function", "name": "weather"}
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [named]}
+    async with server_url(engine) as url:
+        for choice in (named, allowed):
+            body = {"input": "hi", "tools": [crm, WEATHER], "tool_choice": choice}
+            assert (await post(url, body)).status == 200
+            grammar = engine.requests[-1].grammar
+            assert isinstance(grammar, FakeGrammar)
+            assert set(json.loads(grammar.structure.source)["$defs"]) == {"weather"}
 
 
 async def test_a_reply_that_is_cut_is_incomplete() -> None:

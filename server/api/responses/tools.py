@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic_core import from_json
 
+from engine import InputText
 from engine import ToolChoice as ChatChoice
 from server.api.openai.protocol_tools import FunctionDefinition, Tool
 from server.api.responses.protocol import ResponsesRequest
@@ -68,8 +69,8 @@ def custom_input(arguments: str) -> str:
     """The input in a custom tool's arguments, which a reply may have cut."""
     try:
         found = from_json(arguments or "{}", allow_partial="trailing-strings")
-    except ValueError:
-        return ""
+    except ValueError:  # models write line breaks as they are, too
+        return InputText().feed(arguments).encode("utf-8", "replace").decode()
     text = found.get(_INPUT) if isinstance(found, dict) else None
     return text if isinstance(text, str) else ""
 
@@ -165,7 +166,9 @@ def _choice_name(wanted: dict[str, Any], tools: ToolSet) -> str | None:
     kind, name = wanted.get("type"), wanted.get("name")
     if kind not in ("function", "custom"):
         return None
+    if isinstance(name, str) and name in tools.sources:  # of a tool in no group, or behind its group's
+        return name
     for function, source in tools.sources.items():
-        if (source.kind, source.name) == (kind, name) or function == name:
+        if (source.kind, source.name) == (kind, name):
             return function
     raise invalid("'tool_choice' names a tool that is not among 'tools'.", "tool_choice")

@@ -60,6 +60,10 @@ def test_items_that_no_model_reads_are_told_once() -> None:
     [
         ('{"input": "a\\n\\u00e9"}', "a\né"),
         ('{"input": "cut sh', "cut sh"),
+        ('{"input": "*** Begin Patch\n\t+x\n"}', "*** Begin Patch\n\t+x\n"),
+        ('{"input": "a\nb', "a\nb"),
+        ('{"input": "a",}', "a"),
+        ('{"input": "\\ud83e\\udd80\\ud800"}', "🦀?"),
         ("", ""),
         ("[1]", ""),
         ('{"input": 1}', ""),
