@@ -126,7 +126,8 @@ async def _print_answers(server: _Server, batch: dict[str, Any]) -> int:
             stream.buffer.write(await server.content(name))
             stream.buffer.flush()
     for error in (batch["errors"] or {"data": []})["data"]:
-        print(f"slipstream: line {error['line']}: {error['message']}", file=sys.stderr)
+        where = "" if error["line"] is None else f"line {error['line']}: "  # none where it is about all lines
+        print(f"slipstream: {where}{error['message']}", file=sys.stderr)
     return OK if batch["status"] == "completed" else FAULT
 
 

@@ -165,15 +165,16 @@ class Daemon:
         """Let running requests finish; a second signal or a fault cuts that short. The exit code."""
         timeout_s = self._settings.server.drain_timeout
         log.info("draining for up to %g s; another signal ends at once", timeout_s)
-        await self._http.end_batches()
+        # Beside the drain: the files of a large batch may be being written, and nothing waits for a disk.
+        ending = asyncio.create_task(self._http.end_batches())
         draining = asyncio.create_task(self._engine.drain(timeout_s))
         hurried = asyncio.create_task(self._second_signal.wait())
         await asyncio.wait(
             {draining, hurried, life}, timeout=timeout_s + GRACE_S, return_when=asyncio.FIRST_COMPLETED
         )
         drained = draining.done() and not hurried.done() and self._engine.state is not EngineState.DEAD
-        draining.cancel()
-        hurried.cancel()
+        for task in (ending, draining, hurried):
+            task.cancel()
         log.info("drained" if drained else "ending with requests cut short")
         return OK if drained else FAULT
 

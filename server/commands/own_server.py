@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 
 from pydantic import SecretStr
 
@@ -18,6 +20,7 @@ from server.commands.remote.address import Address
 from server.http.listener import bind, listen
 
 _END_S = 10.0  # streams end at once, a step in flight within a moment
+_NOWHERE = Path(os.devnull, "state")  # no folder can be there
 
 
 class OwnServer:
@@ -33,6 +36,7 @@ class OwnServer:
         server = settings.server.model_copy(
             update={
                 **{"host": "127.0.0.1", "port": 0, "drain_timeout": 0.0},
+                "state_dir": _NOWHERE,  # the batches that a server left open are not for this model
                 **{"api_key": (SecretStr(key),), "api_key_file": None},
             }
         )

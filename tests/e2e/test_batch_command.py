@@ -48,6 +48,9 @@ async def test_what_is_wrong_with_a_file_is_told_line_by_line(
         assert "line 2: The custom_id 'a' is that of an earlier line." in capsys.readouterr().err
         assert await command("batch", "submit", str(requests), "--url", url, "--window", "soon") == 1
         assert "completion_window" in capsys.readouterr().err
+        requests.write_bytes(b"\n")
+        assert await command("batch", "submit", str(requests), "--wait", "--url", url) == 1
+        assert "slipstream: The file holds no requests." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

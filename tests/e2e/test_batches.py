@@ -8,7 +8,7 @@ import json
 import re
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,16 @@ async def test_chats_and_responses_run_as_over_http(tmp_path: Path) -> None:
             batch = await ended(client, await submit(client, [each], endpoint=each["url"]))
             (row,) = await rows_of(client, batch.output_file_id)
             assert row["response"]["body"]["object"] == kind
+
+
+@pytest.mark.parametrize("prompt", ["\u6cb3" * 200, list(range(1, 200))])
+async def test_a_line_within_the_limit_of_a_body_is_answered_however_it_is_written(
+    tmp_path: Path, prompt: Any
+) -> None:
+    content = json.dumps(line("a", prompt), ensure_ascii=False, separators=(",", ":")).encode()
+    async with client_for(tmp_path, max_body_bytes=len(content)) as client:
+        batch = await ended(client, await submit(client, content))
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 0)
 
 
 async def test_a_line_that_is_refused_lands_in_the_errors_with_the_reply_of_http(tmp_path: Path) -> None:
@@ -376,6 +386,16 @@ async def test_a_hostile_upload_is_refused_and_leaves_nothing(
         assert not list((tmp_path / "files").iterdir())
 
 
+async def test_uploads_at_the_same_time_are_kept_up_to_the_limit_of_all(tmp_path: Path) -> None:
+    async with client_for(tmp_path, max_file_size=1000) as client:
+        uploads = [client.files.create(file=("in", bytes(1000)), purpose="batch") for _ in range(30)]
+        found = await asyncio.gather(*uploads, return_exceptions=True)
+        refused = [each for each in found if isinstance(each, openai.InternalServerError)]
+        assert len(found) - len(refused) == len((await client.files.list(limit=100)).data) == 20
+        assert {(each.status_code, each.code) for each in refused} == {(507, "insufficient_storage")}
+    assert len(list((tmp_path / "files").iterdir())) == 20
+
+
 async def test_an_upload_that_breaks_off_or_is_no_form_leaves_nothing(tmp_path: Path) -> None:
     async with server_url(FakeEngine(), state_dir=tmp_path) as url:
         wire = await Wire.connect(url)
@@ -409,6 +429,23 @@ async def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
         with pytest.raises(openai.InternalServerError) as refusal:
             await second.files.list()
         assert refusal.value.code == "batches_unavailable"
+
+
+async def test_a_server_that_starts_before_another_has_let_go_of_the_folder_goes_on_there(
+    tmp_path: Path,
+) -> None:
+    async def gate(_: int) -> None:
+        await asyncio.Event().wait()
+
+    async with AsyncExitStack() as ending:
+        first = await ending.enter_async_context(client_for(tmp_path, FakeEngine(gate=gate)))
+        batch = await submit(first, [line("a")])
+        await until(first, batch, lambda each: each.status == "in_progress")
+        async with client_for(tmp_path) as second:
+            with pytest.raises(openai.InternalServerError):
+                await second.batches.retrieve(batch.id)
+            await ending.aclose()
+            assert (await ended(second, batch)).request_counts.completed == 1
 
 
 async def test_a_full_disk_refuses_uploads_and_leaves_nothing(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
 import pytest
 
+from server.api.batches.records import StoredBatch, StoredFile
+from server.api.batches.store import BatchStore
 from server.commands import cli
 from server.commands.run import split_words
 from tests.e2e.command_line import QUIET, SLIPSTREAM
 from tests.e2e.terminal import Terminal
+from tests.e2e.test_batches import jsonl, line
 from tests.support.tiny_models import save_tiny_model
 
 
@@ -20,8 +24,8 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return ("--model", str(model), "--served-model-name", "tiny", "--kv-cache-memory", "16MiB")
 
 
-def in_pipe(*argv: str, question: str = "") -> subprocess.CompletedProcess[str]:
-    env = {**QUIET, "HF_HUB_OFFLINE": "1"}
+def in_pipe(*argv: str, question: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
+    env = {**QUIET, "HF_HUB_OFFLINE": "1", **environ}
     return subprocess.run(
         [*SLIPSTREAM, "run", *argv], input=question, capture_output=True, text=True, env=env, timeout=90
     )
@@ -31,6 +35,22 @@ def test_a_question_in_a_pipe_gets_the_answer_and_nothing_else(flags: tuple[str,
     found = in_pipe(*flags, "--max-tokens=5", "--seed", "3", question="What is it?\n")
     assert (found.returncode, found.stderr) == (0, "")
     assert found.stdout.strip()
+
+
+def test_the_batches_that_a_server_has_left_open_are_left_to_the_next_server(
+    flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    store, content, end = BatchStore(tmp_path / "state"), tmp_path / "in", 2**40
+    content.write_bytes(jsonl([line("a")]))  # for another model than this one
+    store.add_file(StoredFile("file-1", "", "in", "batch", content.stat().st_size, 1, 0, end), content)
+    batch = StoredBatch("batch_1", "", "file-1", "/v1/completions", "24h", "validating", 0, end)
+    store.add_batch(batch)
+    store.close()
+    found = in_pipe(*flags, "--max-tokens=5", question="What is it?\n", SLIPSTREAM_HOME=str(tmp_path))
+    assert (found.returncode, found.stderr) == (0, "")
+    store = BatchStore(tmp_path / "state")
+    assert store.find_batch("batch_1", "") == batch
+    store.close()
 
 
 def test_what_cannot_be_served_is_the_line_of_serve_and_code_2(

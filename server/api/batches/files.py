@@ -84,6 +84,7 @@ async def create_file(request: Request) -> Response:
         purpose, lifetime_s = _read_form(upload.fields)
 
         def keep(store: BatchStore) -> StoredFile:
+            _check_room(store, tenant, limit)  # others have come meanwhile
             now = store.now()
             name = upload.filename or "upload"
             file = StoredFile(
@@ -158,6 +159,13 @@ async def find_file(batches: Batches, tenant: str, file_id: str, param: str = "f
 
 def _begin(store: BatchStore, tenant: str, max_file_size: int) -> tuple[str, FilePath]:
     """A fresh id and where to write. Raises ApiError when there is no room for another file."""
+    _check_room(store, tenant, max_file_size)
+    file_id = store.new_file_id()
+    return file_id, store.path(file_id + UNFINISHED)
+
+
+def _check_room(store: BatchStore, tenant: str, max_file_size: int) -> None:
+    """Raises ApiError when there is no room for another file."""
     num_files, num_bytes = store.room_taken(tenant)
     if num_files >= MAX_FILES:
         message = f"{num_files} files are kept for this key, the limit: delete some first."
@@ -165,8 +173,6 @@ def _begin(store: BatchStore, tenant: str, max_file_size: int) -> tuple[str, Fil
     if num_bytes >= MAX_STORED * max_file_size:
         message = f"Files take {num_bytes} bytes; no more are taken beyond {MAX_STORED * max_file_size}."
         raise ApiError(ErrorReply(507, INVALID, message, code="insufficient_storage"))
-    file_id = store.new_file_id()
-    return file_id, store.path(file_id + UNFINISHED)
 
 
 def _read_form(fields: Mapping[str, str]) -> tuple[str, int]:

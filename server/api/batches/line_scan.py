@@ -123,5 +123,5 @@ def _parsed(content: bytes) -> dict[str, Any]:
 
 
 def body_of(content: bytes) -> bytes:
-    """The body of a line that was found valid, as JSON."""
-    return json.dumps(parse_json(content)["body"]).encode()
+    """The body of a line that was found valid, as JSON, no longer than it was: its size has a limit, too."""
+    return json.dumps(parse_json(content)["body"], ensure_ascii=False, separators=(",", ":")).encode()

@@ -56,7 +56,9 @@ async def create_batch(request: Request) -> Response:
 async def list_batches(request: Request) -> Response:
     """The caller's batches, newest first."""
     page, tenant = read_page(request.query_params, 100), owner_of(request)
-    found = await batches_of(request).state.run(lambda store: store.list_batches(tenant, page))
+    batches = batches_of(request)
+    found = await batches.state.run(lambda store: store.list_batches(tenant, page))
+    batches.runner.start()
     return json_response(listing([batch_object(batch) for batch in found], page))
 
 
@@ -82,7 +84,6 @@ async def cancel_batch(request: Request, batch_id: BatchId) -> Response:
         return store.change_batch(batch.id, "cancelling")
 
     batch = await batches.state.run(cancel)
-    batches.runner.start()
     batches.runner.take(batch)
     return json_response(batch_object(batch))
 
@@ -131,9 +132,10 @@ def _check_window(pace: LinePace, num_new: int, num_open: int, left_s: int, is_o
 
 
 async def _find_batch(request: Request, batch_id: str) -> StoredBatch:
-    """The caller's batch. Raises ApiError (404)."""
-    tenant = owner_of(request)
-    found = await batches_of(request).state.run(lambda store: store.find_batch(batch_id, tenant))
+    """The caller's batch, which runs if it is open. Raises ApiError (404)."""
+    tenant, batches = owner_of(request), batches_of(request)
+    found = await batches.state.run(lambda store: store.find_batch(batch_id, tenant))
+    batches.runner.start()  # it did not if another server had the folder, or its disk was full, at the start
     if found is None:
         message = f"The batch '{shown(batch_id)}' does not exist."
         raise ApiError(ErrorReply(404, NOT_FOUND, message, "batch_id", "batch_not_found"))

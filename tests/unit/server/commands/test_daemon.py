@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from engine import Engine, EngineDead, EngineError, EngineState, FormulaTerms, Overloaded, StartRefused
+from server.api.batches.records import StoredBatch
+from server.api.batches.store import BatchStore
 from server.commands import daemon as daemon_module
 from server.commands import serve
 from server.commands.daemon import FAULT, OK, Daemon
@@ -128,6 +132,30 @@ async def test_draining_lets_running_requests_finish_and_turns_others_away() -> 
         events = events_of(first + b"".join(await wire.chunks()))
         assert "".join(event["choices"][0]["text"] for event in events) == "abcabc"
         await wire.close()
+        assert await process.exit_code() == OK
+
+
+async def test_a_drain_does_not_wait_for_a_batch_whose_files_are_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_asked, may_answer = threading.Event(), threading.Event()
+
+    def list_slowly(*_: object) -> list[StoredBatch]:
+        is_asked.set()
+        may_answer.wait(20)
+        return []
+
+    monkeypatch.setattr(BatchStore, "list_batches", list_slowly)
+    async with running(LivingEngine(), state_dir=tmp_path) as process:
+        await process.until_ready()
+        asking = asyncio.create_task(ask(process.url, "GET", "/v1/batches"))
+        assert await asyncio.to_thread(is_asked.wait, 5)
+        process.daemon.on_signal()
+        await asyncio.sleep(0.05)
+        ready = await ask(process.url, "GET", "/health/ready")
+        may_answer.set()
+        assert (ready.status, ready.json()["error"]["code"]) == (503, "draining")
+        assert (await asking).status == 200
         assert await process.exit_code() == OK
 
 
