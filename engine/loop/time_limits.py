@@ -30,10 +30,10 @@ class TimeLimits:
     def watch(self, request: Request) -> None:
         """Time a request that was accepted, or whose deadline has changed."""
         self._forget(self._deadlines, request.request_id)
-        if request.deadline is not None:
-            self._check_deadline(request)
         if self._queue_timeout_s and request.request_id not in self._waits:
             self._check_wait(request, self._clock() + self._queue_timeout_s)
+        if request.deadline is not None:
+            self._check_deadline(request)  # last: if it has passed, all of the request's timers are forgotten
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""

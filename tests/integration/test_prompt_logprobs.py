@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from engine.compute.sampling.logprobs import known_logprobs
 from engine.compute.sampling.sampler import Sampler
 from engine.errors import RequestFailed
 from engine.loop.stream import OutputDelta, RequestStream
-from engine.plan.step_records import PromptRows
+from engine.plan.step_records import PromptRows, StepInputs, StepResult
 from tests.support.native import WITHOUT_KERNELS
 from tests.support.packed import load_tiny, plain_logits, random_tokens
 from tests.support.recurrent import BLOCK_SIZE, make_recurrent_runner, pack_slots, whole_logits
@@ -221,6 +221,36 @@ async def test_a_prompt_whose_logits_are_not_finite_fails_alone(
         assert isinstance(finish.error, RequestFailed)
         assert len((await read(good))[0]) == 12
         check(load_tiny("llama"), PROMPT[:45], (await read(submit(engine, "after", PROMPT[:45])))[1], NUM_TOP)
+
+
+async def test_a_pass_that_fails_behind_a_prompt_does_not_have_it_scored_again(model_directory: Path) -> None:
+    """Both requests go on from their last whole blocks, the scored one's being in its prompt."""
+    flags = ("--kv-block-size", "16", "--speculative-method", "none")
+    plain = replace(SCORED, prompt_logprobs=None)
+    async with engine_of(model_directory, *flags) as engine:
+        streams = [submit(engine, "scored", PROMPT[:40]), submit(engine, "beside", PROMPT[40:], plain)]
+        first = await anext(streams[0])
+        check(load_tiny("llama"), PROMPT[:40], first.prompt_logprobs, NUM_TOP)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ModelRunner, "run", fail_once(ModelRunner.run))
+            deltas = [delta async for delta in streams[0]]
+        assert engine.metrics.engine_errors["forward"] == 1
+        assert not any(delta.prompt_logprobs for delta in deltas)
+        assert sum(len(delta.token_ids) for delta in [first, *deltas]) == 12
+        await read(streams[1])
+
+
+def fail_once(run: Callable[[ModelRunner, StepInputs], StepResult]) -> Callable[..., StepResult]:
+    """The same, but for the first call."""
+    calls: list[None] = []
+
+    def faulty(runner: ModelRunner, inputs: StepInputs) -> StepResult:
+        calls.append(None)
+        if len(calls) == 1:
+            raise RuntimeError("a pass fails")
+        return run(runner, inputs)
+
+    return faulty
 
 
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)

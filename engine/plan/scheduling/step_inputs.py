@@ -125,6 +125,8 @@ def _prompt_rows(items: Sequence[ScheduledItem], asking: Sequence[int], ends: In
     found: list[tuple[int, int, int, int]] = []
     for s in asking:
         (_, first, count, _, _), request, *_ = items[s]
+        if not request.scores_prompt:
+            continue  # its first token is drawn: what a pass that failed may have spoiled is computed again
         known = request.token_ids[first + 1 : min(first + count + 1, request.num_prompt_tokens)]
         start, num_top = int(ends[s]) - count, request.sampling.prompt_logprobs or 0
         found += [(s, start + i, token_id, num_top) for i, token_id in enumerate(known)]

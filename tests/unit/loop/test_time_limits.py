@@ -134,6 +134,20 @@ async def test_what_ends_in_time_leaves_no_timer() -> None:
         assert (time_limits._deadlines, time_limits._waits) == ({}, {})
 
 
+async def test_a_new_deadline_that_has_passed_leaves_no_timer_of_a_request_that_waits() -> None:
+    hang = Hang(2)
+    limits = EngineLimits(queue_timeout_s=60.0)
+    async with running_engine(EngineShape(max_num_seqs=1), before=hang, limits=limits) as harness:
+        running, waiting = submit(harness, "a", max_tokens=3), submit(harness, "b")
+        await asyncio.to_thread(hang.entered.wait, 10)
+        assert harness.engine.controls.reprioritize("b", deadline_s=1e-9)
+        assert (await collect(waiting)).finish.reason is FinishReason.DEADLINE
+        hang.release.set()
+        await collect(running)
+        time_limits = harness.engine._time_limits
+        assert (time_limits._deadlines, time_limits._waits) == ({}, {})
+
+
 async def test_a_full_queue_says_when_to_come_back_by_the_measured_rate() -> None:
     def before(inputs: StepInputs) -> None:
         time.sleep(0.4)

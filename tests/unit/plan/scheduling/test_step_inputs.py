@@ -225,3 +225,16 @@ def test_a_scored_prompt_has_no_rows_behind_its_end() -> None:
     scored.append(22)
     items = [ScheduledItem(ScheduledRequest("scored", 2, 1, True), scored)]
     assert build_step_inputs(items, kv, table, BlockMoves()).prompt_rows is None
+
+
+def test_a_prompt_that_is_computed_again_behind_its_first_token_is_not_scored_again() -> None:
+    kv = make_kv(num_blocks=16, block_size=4)
+    scored = make_request("scored", [20, 21, 22], prompt_logprobs=2)
+    kv.allocate("scored", 4)
+    table = SamplingTable(kv.max_num_seqs)
+    table.write(kv.row("scored"), scored)
+    items = [ScheduledItem(ScheduledRequest("scored", 0, 3, True), scored)]
+    assert len(prompt_rows(build_step_inputs(items, kv, table, BlockMoves()))) == 2
+    scored.append(23)  # and then a pass fails, after which it begins at its last whole block
+    items = [ScheduledItem(ScheduledRequest("scored", 0, 4, True), scored)]
+    assert build_step_inputs(items, kv, table, BlockMoves()).prompt_rows is None
