@@ -19,7 +19,8 @@ from engine.text.tools.plain_template import (
 )
 
 _MAX_REASON_CHARS = 100
-_PROBE = ({"role": "user", "content": "Hello"},)
+_PROBE_TEXT = "Hello 7391"  # which no template says itself
+_PROBE = ({"role": "user", "content": _PROBE_TEXT},)
 
 
 class ChatTemplate:
@@ -35,6 +36,7 @@ class ChatTemplate:
         self._special_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
         self._sandbox = TemplateSandbox()
         self._compiled: dict[str, Template] = {}
+        self._in_parts: set[str] = set()  # templates that show no text but that of parts
         self._template = template if template is not None else _own_template(tokenizer, "default")
         self._tool_template: str | None = None
         if self._template is not None:
@@ -44,6 +46,7 @@ class ChatTemplate:
             self._tool_template = for_tools if for_tools is not None and _reads_tools(for_tools) else None
             if self._tool_template is not None:
                 self._compile(self._tool_template)
+            self._in_parts.update(filter(self._wants_parts, self._compiled))
 
     def __bool__(self) -> bool:
         """True when there is a template."""
@@ -122,12 +125,22 @@ class ChatTemplate:
         calls_tools = tools or any(message.get("tool_calls") for message in messages)
         template = (calls_tools and self._tool_template) or self._template
         assert template is not None
+        return self._render(template, messages, tools, options)
+
+    def _render(
+        self,
+        template: str,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] = (),
+        options: Mapping[str, object] = MappingProxyType({}),
+    ) -> str:
+        shown = map(_in_parts, messages) if template in self._in_parts else messages
         return self._sandbox.render(
             self._compiled[template],
             {
                 **options,
                 **self._special_tokens,
-                "messages": [{**message} for message in messages],
+                "messages": [{**message} for message in shown],
                 "tools": list(tools) or None,
                 "documents": None,
                 "add_generation_prompt": True,
@@ -155,6 +168,24 @@ class ChatTemplate:
             ) from error
         except Exception:
             return  # it may well refuse this conversation and take others
+
+    def _wants_parts(self, template: str) -> bool:
+        """True for one of a model that sees as well: it leaves out a text that is no list of parts."""
+        return not self._shows(template, _PROBE) and self._shows(template, list(map(_in_parts, _PROBE)))
+
+    def _shows(self, template: str, messages: Sequence[Mapping[str, object]]) -> bool:
+        try:
+            return _PROBE_TEXT in self._render(template, messages)
+        except Exception:  # it may well refuse this conversation and take others
+            return False
+
+
+def _in_parts(message: Mapping[str, object]) -> Mapping[str, object]:
+    """The message with its text as the only part of its content."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def _own_template(tokenizer: Any, name: str) -> str | None:

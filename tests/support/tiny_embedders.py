@@ -23,6 +23,7 @@ from transformers import (
     NomicBertModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
+    Qwen3ForSequenceClassification,
     Qwen3Model,
     XLMRobertaConfig,
     XLMRobertaForSequenceClassification,
@@ -103,6 +104,13 @@ _MAKERS: Mapping[str, Any] = {
         )
     ),
     "qwen3": lambda _: Qwen3Model(Qwen3Config(**_DECODER)),
+    # A decoder's classifier reads the last token that is not padding, whose id is not zero for most.
+    "qwen3-pairs": lambda n: Qwen3ForSequenceClassification(
+        Qwen3Config(**{**_DECODER, "pad_token_id": 4}, num_labels=n)
+    ),
+    "qwen3-unpadded-pairs": lambda n: Qwen3ForSequenceClassification(
+        Qwen3Config(**{**_DECODER, "pad_token_id": None}, num_labels=n)
+    ),
     "gemma3": lambda _: Gemma3TextModel(
         Gemma3TextConfig(
             **_DECODER, use_bidirectional_attention=True, sliding_window=16, layer_types=_WINDOWED

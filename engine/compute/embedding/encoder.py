@@ -42,6 +42,7 @@ class Encoder:
         self._is_classifier = is_classifier
         self._takes_types = _takes_types(model)
         self._first_position = _first_position(model)
+        self._padding = _padding(model)
         self._give_way: GiveWay = never_give_way
         self._has_interface = model.config._attn_implementation == ATTENTION_NAME
         self.pads = not self._has_interface or (is_classifier and self._head is None)
@@ -90,8 +91,8 @@ class Encoder:
         rows = []
         self._attend_by("sdpa")
         try:
-            for part in _parts(lengths):
-                given = {"input_ids": _pad(token_ids[part])}
+            for part in _parts(lengths, alone=self._is_classifier and self._padding is None):
+                given = {"input_ids": _pad(token_ids[part], self._padding or 0)}
                 places = torch.arange(given["input_ids"].shape[1], device=self.device)
                 given["attention_mask"] = (places[None] < batch.lengths[part][:, None]).long()
                 if self._takes_types and types is not None:
@@ -158,17 +159,27 @@ def _samples(vocab_size: int, lengths: Sequence[int]) -> Iterator[EncodedText]:
         yield EncodedText(ids.tolist())
 
 
-def _parts(lengths: Sequence[int]) -> Iterator[slice]:
-    """Texts that are padded to the longest of them, in slices of at most _PADDED_TOKENS or one text."""
+def _parts(lengths: Sequence[int], *, alone: bool) -> Iterator[slice]:
+    """Texts that are padded to the longest of them, in slices of at most _PADDED_TOKENS or one text.
+
+    With `alone` each text is a slice of its own.
+    """
     first = 0
     for last in range(1, len(lengths) + 1):
-        if last == len(lengths) or lengths[last] * (last + 1 - first) > _PADDED_TOKENS:
+        if alone or last == len(lengths) or lengths[last] * (last + 1 - first) > _PADDED_TOKENS:
             yield slice(first, last)
             first = last
 
 
-def _pad(rows: Sequence[Tensor]) -> Tensor:
-    return nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+def _pad(rows: Sequence[Tensor], value: int = 0) -> Tensor:
+    return nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
+
+
+def _padding(model: Any) -> int | None:
+    """The id that a decoder's classifier finds the end of a text by; None where it knows none."""
+    config = model.config.get_text_config()
+    found = getattr(config, "pad_token_id", None)
+    return found if isinstance(found, int) and 0 <= found < config.vocab_size else None
 
 
 def _takes_types(model: Any) -> bool:

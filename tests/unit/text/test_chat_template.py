@@ -117,6 +117,43 @@ def test_a_template_that_refuses_the_probe_still_serves_others(directory: Path) 
     assert tokenizer.render_chat_text([{"role": "system", "content": "x"}]) == "ok"
 
 
+# As SmolVLM's and LLaVA's read content: of a string they show nothing, or fail.
+_OF_PARTS = {
+    "smolvlm": (
+        "{% for message in messages %}{{ message['role'] | capitalize }}"
+        "{% if message['content'][0]['type'] == 'image' %}:{% else %}: {% endif %}"
+        "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}{% endif %}"
+        "{% endfor %}<end_of_utterance>{% endfor %}"
+    ),
+    "llava": (
+        "{% for message in messages %}{{ message['role'] | capitalize }}: "
+        "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
+        "{{ content['text'] }}{% endfor %}<end_of_utterance>{% endfor %}"
+    ),
+    "strict": (
+        "{% for message in messages %}{{ message['role'] | capitalize }}: "
+        "{{ message['content'][0]['text'] + '<end_of_utterance>' }}{% endfor %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("family", _OF_PARTS)
+def test_a_template_that_reads_only_parts_is_given_texts_as_parts(directory: Path, family: str) -> None:
+    tokenizer = Tokenizer(directory, _OF_PARTS[family])
+    messages = [*HELLO, {"role": "assistant", "content": "world"}]
+    text = "User: hello<end_of_utterance>Assistant: world<end_of_utterance>"
+    assert tokenizer.render_chat_text(messages) == text
+    assert "You may call" in tokenizer.render_chat_text(messages, [TOOL])
+
+
+def test_a_template_that_reads_parts_and_texts_is_given_texts(directory: Path) -> None:
+    both = (
+        "{% for m in messages %}"
+        "{{ m.content if m.content is string else m.content[0].text ~ '!' }}{% endfor %}"
+    )
+    assert Tokenizer(directory, both).render_chat_text(HELLO) == "hello"
+
+
 def test_the_default_of_several_templates_is_used(tmp_path: Path) -> None:
     """Several named templates: the default one; none of that name is as good as no template."""
     save(byte_level(), tmp_path, chat_template=CHATML)
