@@ -6,6 +6,7 @@ refusal of a file that does not fill the model, and the digit rule those tables 
 
 from __future__ import annotations
 
+import json
 import logging
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
-from tokenizers import pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
@@ -32,10 +33,17 @@ from engine.errors import StartRefused
 
 log = logging.getLogger("slipstream.model")
 
-CONVERTER_VERSION = 1
-TEXTS_VERSION = -1
+CONVERTER_VERSION = 2
+TEXTS_VERSION = -2
 _DTYPE = torch.bfloat16
 _EOS_FIELDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# What ends a turn, by its text as llama.cpp knows it: files of Gemma and of Phi-3 name only the end of all
+# text, and some have such a token among the ordinary ones.
+_ENDS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<end_of_utterance>"),
+    *("<|endoftext|>", "<|end_of_text|>", "<EOT>"),
+)
+_PLAIN_MARKS = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3: those that are no part of a conversation
 _SPECIAL_TOKENS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -45,6 +53,14 @@ _SPECIAL_TOKENS = {
 # Byte-level vocabularies that were learned with every digit on its own. Without the split "a  1" would merge
 # its spaces differently from the model's training.
 _SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r"})
+# Byte-level vocabularies whose texts llama.cpp begins with BOS where a file does not say whether to (files of
+# Llama 3 do not), and in which a word that is a token is that token, whatever the merges make of it.
+_WITH_BOS = frozenset(
+    {
+        *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+        *("jina-v5-nano", "tekken"),
+    }
+)
 
 
 def convert_gguf(source: Path, directory: Path) -> None:
@@ -58,6 +74,7 @@ def convert_gguf(source: Path, directory: Path) -> None:
         file = read_gguf(source)
         model = _read_model(source, file)
         tokenizer = _read_tokenizer(source, file)
+        model.generation_config.eos_token_id = _eos_token_ids(file, tokenizer) or None
     except StartRefused:
         raise
     except Exception as error:  # a damaged file fails in any of a dozen ways
@@ -88,7 +105,7 @@ def prepare_gguf(source: Path, directory: Path) -> None:
     config.architectures, config.dtype = [model_class.__name__], _DTYPE
     tokenizer.model_max_length = config.max_position_embeddings
     config.save_pretrained(directory)
-    GenerationConfig(eos_token_id=_eos_token_ids(file) or None).save_pretrained(directory)
+    GenerationConfig(eos_token_id=_eos_token_ids(file, tokenizer) or None).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     name_file(directory, source)
 
@@ -104,7 +121,6 @@ def _read_model(source: Path, file: GgufFile) -> Any:
     model.tie_weights()
     if missing := [name for name, weights in model.state_dict().items() if weights.is_meta]:
         raise StartRefused(f"{source} is incomplete: it holds no {missing[0]} (of {len(missing)} missing).")
-    model.generation_config.eos_token_id = _eos_token_ids(file) or None
     return model
 
 
@@ -145,18 +161,44 @@ def _read_tokenizer(source: Path, file: GgufFile) -> Any:
     for role, field in _SPECIAL_TOKENS.items():  # older tables mix them up
         token_id = file.values.get(f"tokenizer.ggml.{field}")
         setattr(tokenizer, role, None if token_id is None else tokenizer.convert_ids_to_tokens(token_id))
-    rule = file.values.get("tokenizer.ggml.pre")
-    if rule in _SINGLE_DIGITS and file.values.get("tokenizer.ggml.model") == "gpt2":
+    ends = [AddedToken(text, normalized=False, special=True) for text in _ends_in(tokenizer)]
+    tokenizer.add_tokens(ends, special_tokens=True)
+    kind, rule = file.values.get("tokenizer.ggml.model"), file.values.get("tokenizer.ggml.pre")
+    is_byte_level = kind == "gpt2"
+    if kind == "llama" and file.values.get("general.architecture") == "phi3":
+        _strip_behind_marks(tokenizer)
+    if rule in _WITH_BOS and is_byte_level:
+        tokenizer.backend_tokenizer.model.ignore_merges = True
+        if "tokenizer.ggml.add_bos_token" not in file.values and tokenizer.bos_token is not None:
+            tokenizer.add_bos_token = True
+    if rule in _SINGLE_DIGITS and is_byte_level:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
     return tokenizer
 
 
-def _eos_token_ids(file: GgufFile) -> list[int]:
-    """Every id the file names as an end of sequence, turn or message."""
+def _strip_behind_marks(tokenizer: Any) -> None:
+    """Have the marks of a conversation take the whitespace behind them: Phi-3's do, which no file says."""
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    for token in described["added_tokens"]:
+        token["rstrip"] = token["special"] and token["content"] not in _PLAIN_MARKS
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(described))
+
+
+def _eos_token_ids(file: GgufFile, tokenizer: Any) -> list[int]:
+    """Every id that is an end of sequence, turn or message: as the file names it, or by its text."""
     found = {file.values.get(f"tokenizer.ggml.{name}") for name in _EOS_FIELDS}
+    found |= set(_ends_in(tokenizer).values())
     return sorted(token_id for token_id in found if isinstance(token_id, int))
+
+
+def _ends_in(tokenizer: Any) -> dict[str, int]:
+    vocabulary = tokenizer.get_vocab()
+    found = {text: vocabulary[text] for text in _ENDS if text in vocabulary}
+    if "<|return|>" in vocabulary:  # of gpt-oss: what ends is a message, behind which the answer comes
+        found.pop("<|end|>", None)
+    return found
 
 
 def _with_progress(tensors: Sequence[GgufTensor]) -> Iterable[GgufTensor]:

@@ -108,8 +108,10 @@ def _plain_tensors(files: _OpenFiles, directory: Path, weight_format: WeightForm
     for name in list(files.names):
         if name.endswith(tuple(f".{ending}" for ending in _UNUSED)):
             continue
-        found[name] = files.take(name)
-        if name.endswith("weight") and (found[name].itemsize == 1 or not found[name].is_floating_point()):
+        tensor = found[name] = files.take(name)
+        is_code = tensor.itemsize == 1 or not tensor.is_floating_point()
+        # Of experts that are one tensor the name ends otherwise, and floats of a byte are never all there is.
+        if is_code and (name.endswith("weight") or tensor.is_floating_point()):
             raise StartRefused(f"{directory}: {name} has no scale, as {weight_format.name} would give it.")
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.support.quantized_checkpoints import (
     mxfp4,
     save_quantized,
 )
+from tests.support.tiny_models import save_tiny_model, tiny_model
 
 FLOAT32 = ModelSettings(dtype="float32", device="cpu", compile="off")
 FORMATS = {
@@ -181,6 +183,23 @@ def test_codes_without_a_scale_are_refused(tmp_path: Path) -> None:
     with pytest.raises(StartRefused, match=r"layers\.1\.mlp\.down_proj\.weight has no scale") as refused:
         load_model(tmp_path, FLOAT32)
     assert "\n" not in str(refused.value)
+
+
+def test_experts_that_are_codes_in_one_tensor_are_refused(tmp_path: Path) -> None:
+    """Without scales, whose names are not known, they would be numbers that are far too large."""
+    directory = save_tiny_model("qwen3_moe", tmp_path)
+    tensors = dict(tiny_model("qwen3_moe").state_dict())
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    scale = tensors[name].abs().amax((1, 2), keepdim=True) / 448
+    tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+    tensors[f"{name}_scale_inv"] = scale
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "fp8"}})
+    )
+    with pytest.raises(StartRefused, match=r"experts\.gate_up_proj has no scale"):
+        load_model(directory, FLOAT32)
 
 
 def test_tensors_of_another_shape_are_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,17 +17,19 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from engine.compute.loading.conversion_store import convert_once
-from engine.compute.loading.gguf_convert import convert_gguf
+from engine.compute.loading.gguf_convert import convert_gguf, prepare_gguf
 from engine.compute.loading.gguf_file import GgufList, read_gguf
 from engine.compute.loading.gguf_settings import read_gguf_config
+from engine.compute.loading.loader import read_eos_token_ids
 from engine.compute.loading.model_files import check_model_files
 from engine.compute.meta_device import _KERNELS, _DeferredKernels
 from engine.errors import StartRefused, UnsupportedModel
-from tests.support.tiny_gguf import save_tiny_gguf, split_gguf
-from tests.support.tiny_models import tiny_model, tiny_tokenizer
+from engine.text.tokenizer import Tokenizer
+from tests.support.tiny_gguf import save_block_gguf, save_tiny_gguf, split_gguf
+from tests.support.tiny_models import VOCAB_SIZE, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +82,122 @@ def test_digits_stand_alone_where_the_vocabulary_was_learned_so(converted: Path)
     assert pieces == ["a", "ĠĠ", "1", "2"]
 
 
+def _with_rule(rule: str, *, add_bos: bool | None = None) -> Callable[[Any], None]:
+    """As llama.cpp's converter names how a vocabulary's texts are split."""
+
+    def change(writer: Any) -> None:
+        writer.kv_data[0]["tokenizer.ggml.pre"].value = rule
+        if add_bos is not None:
+            writer.add_add_bos_token(add_bos)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("rule", "add_bos", "begins"),
+    [
+        ("llama-bpe", None, True),
+        ("tekken", None, True),
+        ("llama-bpe", False, False),
+        ("qwen2", None, False),
+        ("qwen2", True, True),
+        ("smollm", None, False),
+    ],
+)
+def test_a_text_begins_with_bos_where_llama_cpp_has_it_so(
+    tmp_path: Path, rule: str, add_bos: bool | None, begins: bool
+) -> None:
+    path = save_tiny_gguf(tmp_path / "bos.gguf", extra=_with_rule(rule, add_bos=add_bos))
+    convert_gguf(path, tmp_path / "out")
+    tokenizer = Tokenizer(tmp_path / "out")
+    assert (tokenizer.encode("river")[0] == tokenizer.bos_token_id == 1) is begins
+    assert tokenizer.encode("river", add_special_tokens=False)[0] != 1
+
+
+@pytest.mark.parametrize(("rule", "is_whole"), [("llama-bpe", True), ("qwen2", False)])
+def test_a_word_that_no_merges_lead_to_is_a_token_where_llama_cpp_has_it_so(
+    tmp_path: Path, rule: str, is_whole: bool
+) -> None:
+    def without_merges(writer: Any) -> None:
+        _with_rule(rule)(writer)
+        writer.kv_data[0]["tokenizer.ggml.merges"].value = ["Ġ r"]
+
+    convert_gguf(save_tiny_gguf(tmp_path / "words.gguf", extra=without_merges), tmp_path / "out")
+    tokenizer = Tokenizer(tmp_path / "out")
+    assert (len(tokenizer.encode(" river", add_special_tokens=False)) == 1) is is_whole
+
+
 def test_every_end_of_turn_is_written_down(converted: Path) -> None:
     generation = json.loads((converted / "generation_config.json").read_text())
     assert generation["eos_token_id"] == [0, 2]
     assert json.loads((converted / "config.json").read_text())["max_position_embeddings"] == 256
+
+
+@pytest.mark.parametrize("is_control", [True, False])
+@pytest.mark.parametrize("text", ["<end_of_turn>", "<|end|>", "<|eot_id|>"])
+def test_an_end_of_turn_that_the_file_does_not_name_is_known_by_its_text(
+    tmp_path: Path, text: str, is_control: bool
+) -> None:
+    """Files of Gemma and of Phi-3 have no `eot_token_id`, and Gemma's have it among the ordinary tokens."""
+
+    def renamed(writer: Any) -> None:
+        values = writer.kv_data[0]
+        values["tokenizer.ggml.tokens"].value[500] = text
+        values["tokenizer.ggml.token_type"].value[500] = 3 if is_control else 1
+        values["tokenizer.ggml.merges"].value = ["Ġ r"]
+
+    path = save_tiny_gguf(tmp_path / "ends.gguf", extra=renamed)
+    for prepare in (convert_gguf, prepare_gguf):
+        directory = tmp_path / prepare.__name__
+        directory.mkdir()
+        prepare(path, directory)
+        assert read_eos_token_ids(directory, AutoConfig.from_pretrained(directory)) == {0, 2, 500}
+        tokenizer = Tokenizer(directory)
+        assert tokenizer.encode(f"a{text}") == [*tokenizer.encode("a"), 500]
+        assert tokenizer.decode([500], skip_special_tokens=True) == ""
+        assert tokenizer.vocab_size == 512
+
+
+def test_the_marks_of_phi_3_take_the_whitespace_behind_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in its tokenizer.json: the newlines of its chat template are not tokens."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "H", "i", "▁H", "▁Hi"]
+    marks = ["<|endoftext|>", "<|assistant|>", "<|user|>", "<|end|>"]
+    fill = [f"w{number}" for number in range(VOCAB_SIZE - len(words) - len(marks))]
+
+    def add_tokenizer(writer: Any) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list([*words, *fill, *marks])
+        kinds = [2, 3, 4, *[6] * 256, *[1] * (len(words) - 259 + len(fill)), *[3] * len(marks)]
+        writer.add_token_types(kinds)
+        writer.add_token_scores([-float(place) for place in range(VOCAB_SIZE)])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(VOCAB_SIZE - len(marks))
+        writer.add_unk_token_id(0)
+
+    monkeypatch.setattr("tests.support.tiny_gguf.add_tokenizer", add_tokenizer)
+    kinds = [gguf.GGMLQuantizationType.Q8_0]
+    save_block_gguf(tmp_path / "phi.gguf", "phi3", kinds, partial_rotary_factor=1.0)
+    (tmp_path / "out").mkdir()
+    prepare_gguf(tmp_path / "phi.gguf", tmp_path / "out")
+    tokenizer = Tokenizer(tmp_path / "out")
+    prompt = "<|user|>\nHi<|end|>\n<|assistant|>\n<|endoftext|>\n"
+    token_ids = tokenizer.encode(prompt, add_special_tokens=False)
+    names = [tokenizer.token_name(token_id) for token_id in token_ids]
+    assert names == ["<|user|>", "▁Hi", "<|end|>", "<|assistant|>", "<|endoftext|>", "▁", "<0x0A>"]
+
+
+def test_the_end_of_a_message_of_gpt_oss_ends_no_reply(tmp_path: Path) -> None:
+    """Its thoughts end in it, and the answer comes behind them."""
+
+    def renamed(writer: Any) -> None:
+        tokens = writer.kv_data[0]["tokenizer.ggml.tokens"].value
+        tokens[500], tokens[501] = "<|end|>", "<|return|>"
+        writer.kv_data[0]["tokenizer.ggml.merges"].value = ["Ġ r"]
+
+    convert_gguf(save_tiny_gguf(tmp_path / "ends.gguf", extra=renamed), tmp_path / "out")
+    assert read_eos_token_ids(tmp_path / "out", AutoConfig.from_pretrained(tmp_path / "out")) == {0, 2}
 
 
 def test_files_beside_the_gguf_are_not_mixed_in(tiny_gguf: Path, tmp_path: Path) -> None:
