@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from config import ModelSettings
 from engine import GenerationRequest, SamplingParams
 from engine.compute.attention.kv_tensors import bytes_per_block
 from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.loading.loader import load_model
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.runner.self_check import check_forward
 from tests.matrix.reduced import causal_classes, reduced_config
 from tests.support.packed import as_loaded, plain_logits, random_schedule, random_tokens, run_schedule
+from tests.support.quantized_checkpoints import gptq
 from tests.support.speculated import engine_of, single_threaded
 from tests.support.tiny_models import tiny_tokenizer
 
@@ -92,6 +98,39 @@ def test_projections_in_few_bits_are_expanded_as_before() -> None:
     tokens = random_tokens(np.random.default_rng(0), 20)
     (logits,) = run_schedule(PackedForward(loaded), [tokens], [[(0, 20)]], 4, np.random.default_rng(0))
     torch.testing.assert_close(logits, plain_logits(loaded, tokens), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_checkpoint_in_few_bits_is_served_with_what_its_rows_expand_to(name: str, tmp_path: Path) -> None:
+    """Its layers are told from a model without weights, which does not show what is stored how."""
+    store_in_few_bits(model_of(name), tmp_path)
+    loaded = load_model(tmp_path, ModelSettings(dtype="float32", device="cpu"))
+    kept = {layer.value_in_key for layer in loaded.layers}
+    assert kept == {type(layer.kv_b_proj) is nn.Linear for layer in attentions(loaded.model)}
+    check_forward(PackedForward(loaded))
+
+
+def attentions(model: Any) -> list[Any]:
+    return [layer.self_attn for layer in model.model.layers]
+
+
+def store_in_few_bits(model: PreTrainedModel, directory: Path) -> None:
+    """A checkpoint of the model with its projections, as far as the format takes them, in GPTQ's codes."""
+    model.save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
+    checkpoint, generator = gptq(), torch.Generator().manual_seed(0)
+    stored = load_file(directory / "model.safetensors")
+    for name, linear in model.named_modules():
+        if not isinstance(linear, nn.Linear) or linear is model.get_output_embeddings():
+            continue
+        if f"{name}.weight" not in stored or linear.in_features % 32 or linear.out_features % 8:
+            continue
+        del stored[f"{name}.weight"]
+        made = checkpoint.store(linear.out_features, linear.in_features, generator)
+        stored |= {f"{name}.{ending}": each.contiguous() for ending, each in made.tensors.items()}
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": checkpoint.settings}))
 
 
 async def test_prefixes_forks_swaps_and_drafts_change_no_token(tmp_path: Path) -> None:

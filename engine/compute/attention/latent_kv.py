@@ -64,6 +64,16 @@ def keep_latents(model: PreTrainedModel, names: Collection[str]) -> None:
             setattr(layer, _NAME, latent)
 
 
+def leave_latents(model: nn.Module, like: nn.Module) -> None:
+    """Have `keep_latents` pass over those layers of `model` that it passes over in `like`, of the same class.
+
+    A model without weights does not show whose are stored in few bits.
+    """
+    for name, layer in like.named_modules():
+        if hasattr(type(layer), "expand_kv") and not _is_plain(layer):
+            setattr(model.get_submodule(name), _NAME, None)
+
+
 def latent_of(layer: nn.Module) -> LatentKv | None:
     """What `keep_latents` gave the layer, if anything."""
     found: LatentKv | None = getattr(layer, _NAME, None)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from config import ModelSettings
 from engine.compute import attention
+from engine.compute.attention.latent_kv import leave_latents
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.attention.own_attention import built_with
 from engine.compute.cuda.coded_choice import NO_KINDS, kept_kinds, multiply_codes
@@ -131,7 +132,7 @@ def load_model(directory: Path, settings: ModelSettings) -> LoadedModel:
     max_model_len = choose_max_model_len(settings.max_model_len, config)
     if (source := gguf_of(directory)) is not None:
         model = load_gguf_model(source, copy.deepcopy(architecture.config), dtype)
-        probe = _probe_without_weights(architecture.config, dtype)
+        probe = _probe_without_weights(architecture.config, dtype, model)
     else:
         names = _TEXT_HALF_NAMES if architecture.is_text_half else None
         kinds = kept_kinds(device, settings)
@@ -146,7 +147,7 @@ def load_model(directory: Path, settings: ModelSettings) -> LoadedModel:
         multiply_codes(model, dtype)
         if places.modules:
             prepare_layers(model)
-            probe = _probe_without_weights(architecture.config, dtype)
+            probe = _probe_without_weights(architecture.config, dtype, model)
         else:
             probe = probe_layers(model, model.config.get_text_config(decoder=True))
     return LoadedModel(
@@ -163,14 +164,17 @@ def load_model(directory: Path, settings: ModelSettings) -> LoadedModel:
     )
 
 
-def _probe_without_weights(config: PreTrainedConfig, dtype: torch.dtype) -> ProbeResult:
-    """What the layers of such a model are; stored weights are slow to compute with."""
+def _probe_without_weights(
+    config: PreTrainedConfig, dtype: torch.dtype, loaded: PreTrainedModel
+) -> ProbeResult:
+    """What the layers of the `loaded` model are; stored weights are slow to compute with."""
     config = without_padding(config)
 
     def probe() -> ProbeResult:
         with torch.device("meta"), no_remarks():
             # The other ways to compute experts want numbers, or 16 bits.
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="batched_mm")
+            leave_latents(model, loaded)
             return probe_layers(model.eval(), model.config.get_text_config(decoder=True))
 
     return on_meta_device(probe)
