@@ -28,7 +28,7 @@ if not triton.knobs.runtime.interpret:
 
 from engine.compute.cuda import coded_linear  # noqa: E402
 from engine.compute.cuda.coded_choice import multiply_codes  # noqa: E402
-from engine.compute.cuda.coded_layout import tiled_layout  # noqa: E402
+from engine.compute.cuda.coded_layout import large_layout, tiled_layout  # noqa: E402
 from engine.compute.cuda.coded_linear import (  # noqa: E402
     TritonLinear,
     equal_linear,
@@ -102,6 +102,11 @@ def test_the_order_of_sums_is_that_of_the_weight_alone() -> None:
     }
     assert [each.is_split for each in layouts] == [True, True, True, False, False]
     assert [each.rows for each in layouts] == [16, 16, 32, 64, 64]
+
+
+def test_no_float32_is_summed_by_units_that_keep_fewer_bits() -> None:
+    coded = floats(128, 32, InputRounding(128))
+    assert large_layout(coded, 2).is_native and not large_layout(coded, 4).is_native
 
 
 def test_many_rows_are_multiplied_by_torch_with_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

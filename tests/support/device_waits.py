@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,11 +23,18 @@ _INDEXING = frozenset(("index", "index_put", "index_put_"))  # by masks, whose p
 @contextmanager
 def waiting_refused() -> Iterator[None]:
     """Have each operation that would wait for the device raise RuntimeError instead."""
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        _set_mode("error")
         yield
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        _set_mode("default")
+
+
+def _set_mode(mode: str) -> None:
+    """Set it without the warning of a process's first time, which is an error in tests."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 class WaitingRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -64,6 +64,7 @@ from engine.compute.native.records import Activation
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448}
 MOST_STACK_BYTES = 512
 STAGES = 3
+_WHOLE_IN_PTX = "0f4B400000"  # WHOLE of triton_pages
 INTEGERS = (
     *("stride", "words", "window", "size", "outputs", "step", "chunks"),
     *("num_parts", "num_rows", "num_tiles", "num_pairs"),
@@ -154,6 +155,8 @@ def compile_kernel(
     }
     source = ASTSource(kernel, types, constants, hints)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    if _pages(constants) == "int8":
+        assert _WHOLE_IN_PTX not in compiled.asm["ptx"], "a product and its rounding became one operation"
     registers, stack = _usage(compiled.asm["cubin"])
     return registers, stack, compiled.metadata.shared
 
@@ -266,7 +269,7 @@ def _cases(name: str, coded: CodedWeight) -> Iterator[CodedCase]:
     types["numbers"] = "*bf16"
     layouts = [tiled_layout(coded, count) for count in (1, 32, 128)]
     if coded.rounding is not None:
-        layouts.append(large_layout(coded))
+        layouts += [large_layout(coded, itemsize) for itemsize in (2, 4)]
     for layout in layouts:
         yield CodedCase(f"{name}, tiles of {layout.rows}", shape, layout, types)
 

@@ -93,11 +93,14 @@ def tiled_layout(coded: CodedWeight, num_rows: int) -> ProductLayout:
     return ProductLayout(_OUTS, rows, step, num_chunks, num_parts, chunks_of_part, is_split)
 
 
-def large_layout(coded: CodedWeight) -> ProductLayout:
-    """That of many rows of rounded inputs, whose arithmetic is what takes the time."""
+def large_layout(coded: CodedWeight, itemsize: int) -> ProductLayout:
+    """That of many rows of rounded inputs, whose arithmetic is what takes the time.
+
+    Sums that matrix units make of 8 bits keep some 13 of theirs: enough for results of 16, not for float32.
+    """
     step = 128 if _share_scales(coded, 128) else coded.step
     num_chunks = -(-coded.codes.shape[1] // step)
-    return ProductLayout(128, 128, step, num_chunks, 1, num_chunks, is_native=step >= 32)
+    return ProductLayout(128, 128, step, num_chunks, 1, num_chunks, is_native=step >= 32 and itemsize <= 2)
 
 
 def _share_scales(coded: CodedWeight, columns: int) -> bool:

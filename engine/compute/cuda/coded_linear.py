@@ -71,7 +71,7 @@ class TritonLinear(CodedLinear):
         elif self.scales_rows:
             return self._of_scaled_rows(inputs, scales, added, rows.dtype)
         else:
-            layout = large_layout(self.coded)
+            layout = large_layout(self.coded, rows.itemsize)
         return self._launch((inputs, scales), added, rows.new_empty(len(rows), self.out_features), layout)
 
     def _of_numbers(self, rows: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:

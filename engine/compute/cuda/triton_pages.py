@@ -9,10 +9,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 SCALE_BYTES = tl.constexpr(4)
 LEAST = tl.constexpr(1e-30)  # as KvRows has it: a row whose largest is less counts as zeros
 WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2**23: a sum with it has no fraction, rounded to the nearest even
+# Of a product and that sum a compiler makes one operation, rounded once. The interpreter has no other way.
+_HAS_LIBDEVICE = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 def pages_of(kept: torch.dtype) -> str:
@@ -78,7 +81,8 @@ def inverse_of(largest, PAGES: tl.constexpr):
 def as_bytes(numbers, inverse, PAGES: tl.constexpr):
     """The bytes of `numbers` * `inverse`, as int8."""
     scaled = numbers * inverse
-    scaled = tl.where(scaled == scaled, scaled, 0.0)  # which also keeps product and sum apart
+    scaled = tl.where(scaled == scaled, scaled, 0.0)
     if PAGES == "fp8":
         return scaled.to(tl.float8e4nv).to(tl.int8, bitcast=True)
-    return (scaled + WHOLE - WHOLE).to(tl.int8)
+    whole = libdevice.rint(scaled) if _HAS_LIBDEVICE else scaled + WHOLE - WHOLE
+    return whole.to(tl.int8)
