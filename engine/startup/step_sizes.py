@@ -207,9 +207,13 @@ def _refuse_above(flag: str, value: int | None, sizes: StepSizes, name: str) -> 
 
 def numbers_of_token(config: PreTrainedConfig) -> int:
     """About how many numbers of a token are there at once: rows of the hidden width, three of the MLP's."""
-    hidden = int(getattr(config, "hidden_size", None) or 0)
-    inner = getattr(config, "intermediate_size", None) or 4 * hidden
-    experts = (getattr(config, "moe_intermediate_size", None) or 0) * (
-        getattr(config, "num_experts_per_tok", None) or 0
-    )
-    return 8 * hidden + 3 * max(int(inner), int(experts))
+    hidden = _largest(config, "hidden_size")
+    inner = _largest(config, "intermediate_size") or 4 * hidden
+    experts = _largest(config, "moe_intermediate_size") * _largest(config, "num_experts_per_tok")
+    return 8 * hidden + 3 * max(inner, experts)
+
+
+def _largest(config: PreTrainedConfig, name: str) -> int:
+    """A size of the layers, of which some models have a list with one for each; 0 if it is not there."""
+    value = getattr(config, name, None) or 0
+    return max(map(int, value)) if isinstance(value, (list, tuple)) else int(value)

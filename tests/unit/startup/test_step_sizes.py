@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from transformers import HunYuanMoEV1Config
 
 from config import load_settings
 from engine.compute.drafters.draft_loader import TargetRoom
 from engine.errors import StartRefused
-from engine.startup.step_sizes import MemoryBeside, ModelNeeds, StepSizes, step_sizes
+from engine.startup.step_sizes import MemoryBeside, ModelNeeds, StepSizes, numbers_of_token, step_sizes
 from tests.support.packed import load_tiny
+from tests.support.tiny_models import tiny_config
 
 GIB = 1 << 30
 # About Llama 3 with 1, 8 and 70 billion parameters in bfloat16, the last one on 4 bits; and a recurrent one.
@@ -169,3 +171,12 @@ def test_needs_are_those_of_the_model() -> None:
     config = loaded.config
     assert needs.work_of_token == 4 * (8 * config.hidden_size + 3 * config.intermediate_size)
     assert needs.work(StepSizes(3, 10, 16)) == 10 * needs.work_of_token + 3 * 12 * loaded.vocab_size
+
+
+def test_of_sizes_that_each_layer_has_for_itself_the_largest_counts() -> None:
+    """Gemma 3n and Hunyuan list them."""
+    config = tiny_config("gemma3n", intermediate_size=[128, 256, 64, 128])
+    assert numbers_of_token(config) == 8 * 64 + 3 * 256
+    mixture = HunYuanMoEV1Config(hidden_size=64, intermediate_size=96, moe_topk=[2, 3])
+    mixture.moe_intermediate_size = [48, 32]
+    assert numbers_of_token(mixture) == 8 * 64 + 3 * 3 * 48
