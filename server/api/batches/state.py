@@ -32,6 +32,7 @@ class BatchState:
         self._thread: ThreadPoolExecutor | None = None
         self._store: BatchStore | None = None
         self._is_closed = False
+        self._closing: asyncio.Future[None] | None = None
 
     @property
     def was_used(self) -> bool:
@@ -53,12 +54,17 @@ class BatchState:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, call)
 
     async def close(self) -> None:
-        """Finish what was begun and let the folder go. Safe to call twice."""
+        """Finish what was begun and let the folder go.
+
+        Safe to call twice: who is cancelled here no longer waits, and who calls again does.
+        """
         self._is_closed = True
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            await asyncio.get_running_loop().run_in_executor(thread, self._close)
-            thread.shutdown(wait=False)
+        if self._thread is None:
+            return
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().run_in_executor(self._thread, self._close)
+            self._thread.shutdown(wait=False)
+        await asyncio.shield(self._closing)
 
     def _close(self) -> None:
         if self._store is not None:
