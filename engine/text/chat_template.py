@@ -36,7 +36,7 @@ class ChatTemplate:
         self._special_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
         self._sandbox = TemplateSandbox()
         self._compiled: dict[str, Template] = {}
-        self._in_parts: set[str] = set()  # templates that show no text but that of parts
+        self._of_parts: set[str] = set()  # templates that show no text but that of parts
         self._template = template if template is not None else _own_template(tokenizer, "default")
         self._tool_template: str | None = None
         if self._template is not None:
@@ -46,7 +46,7 @@ class ChatTemplate:
             self._tool_template = for_tools if for_tools is not None and _reads_tools(for_tools) else None
             if self._tool_template is not None:
                 self._compile(self._tool_template)
-            self._in_parts.update(filter(self._wants_parts, self._compiled))
+            self._of_parts.update(filter(self._wants_parts, self._compiled))
 
     def __bool__(self) -> bool:
         """True when there is a template."""
@@ -134,7 +134,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] = (),
         options: Mapping[str, object] = MappingProxyType({}),
     ) -> str:
-        shown = map(_in_parts, messages) if template in self._in_parts else messages
+        shown = map(_in_parts, messages) if template in self._of_parts else messages
         return self._sandbox.render(
             self._compiled[template],
             {

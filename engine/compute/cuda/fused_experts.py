@@ -25,6 +25,7 @@ from engine.compute.native.closeness import is_close
 from engine.compute.native.families import (
     has_limited_experts,
     has_read_experts,
+    has_shapes_of_experts,
     has_ungated_experts,
     weights_of_experts,
 )
@@ -70,10 +71,7 @@ class FusedExperts(nn.Module):
             return False
         if not has_limited_experts(original) and activation_of(original.act_fn) is None:
             return False
-        gate_up, down = weights_of_experts(original)
-        count, hidden, width = down.shape
-        outputs = width if has_ungated_experts(original) else 2 * width
-        return gate_up.dtype is down.dtype is dtype and gate_up.shape == (count, outputs, hidden)
+        return has_shapes_of_experts(original, dtype)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

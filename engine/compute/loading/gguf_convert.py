@@ -1,7 +1,8 @@
 """A GGUF file written out as a safetensors directory: weights in bfloat16, tokenizer, chat template, EOS ids.
 
 Names, shapes and settings are mapped by transformers' own GGUF tables; what is added here is a progress bar,
-refusal of a file that does not fill the model, and the digit rule those tables lack.
+refusal of a file that does not fill the model, and what those tables lack but llama.cpp knows: the digit
+rule, the ends of turns, whether texts begin with BOS, and how marks take the whitespace beside them.
 """
 
 from __future__ import annotations

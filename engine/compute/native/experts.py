@@ -11,7 +11,7 @@ from engine.compute.loading.stored_weights import ALPHA, LIMIT
 from engine.compute.native.families import (
     has_limited_experts,
     has_read_experts,
-    has_ungated_experts,
+    has_shapes_of_experts,
     weights_of_experts,
 )
 from engine.compute.native.kernels import PANEL, NativeKernels
@@ -71,14 +71,8 @@ class NativeExperts(nn.Module):
                 return False
         elif activation_of(original.act_fn) is None:
             return False
-        gate_up, down = weights_of_experts(original)
-        num_experts, hidden, width = down.shape
-        outputs = width if has_ungated_experts(original) else 2 * width
-        return (
-            gate_up.dtype is down.dtype is dtype
-            and gate_up.shape == (num_experts, outputs, hidden)
-            and hidden % PANEL == width % PANEL == 0
-        )
+        _, hidden, width = weights_of_experts(original)[1].shape
+        return has_shapes_of_experts(original, dtype) and hidden % PANEL == width % PANEL == 0
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

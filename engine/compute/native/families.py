@@ -257,6 +257,14 @@ def weights_of_experts(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return module.gate_up_proj, module.down_proj
 
 
+def has_shapes_of_experts(module: Any, dtype: torch.dtype) -> bool:
+    """True when both of these weights are of that type, and as many and as wide as the code multiplies."""
+    first, down = weights_of_experts(module)
+    count, hidden, width = down.shape
+    outputs = width if has_ungated_experts(module) else 2 * width
+    return first.dtype is down.dtype is dtype and first.shape == (count, outputs, hidden)
+
+
 def has_read_router(module: nn.Module) -> bool:
     """True for what chooses experts for rows, whose code was read."""
     return _name_of(type(module)) in ROUTERS and type(module).__name__.endswith("Router")
