@@ -361,23 +361,26 @@ class NativeKernels:
             *(None, None, None),
             *(len(rows.counts), rows.tables.shape[1], heads, kv_heads, dim, block_size),
         )
-        record.records, record.room = self._record_room(dim)
+        record.room = record_numbers(dim, self.team.size)
+        if record.room:
+            record.kept = self._record_room(record.room)  # a later record, of another thread, may need more
+            record.records = record.kept.data_ptr()
         record.of_bytes = of_bytes
         return record
 
-    def _record_room(self, dim: int) -> tuple[int | None, int]:
-        """Where records of chunks lie, and how many numbers fit there; kept, as large as it ever must be.
+    def _record_room(self, needed: int) -> torch.Tensor:
+        """Where so many numbers of records of chunks fit; kept, as large as it ever must be.
 
         Only who has the team's threads uses it.
         """
-        needed = record_numbers(dim, self.team.size)
-        if self._records.numel() < needed:
+        records = self._records
+        if records.numel() < needed:
             try:
-                self._records = torch.empty(needed)
+                records = self._records = torch.empty(needed)
             except RuntimeError:
-                size = needed * self._records.itemsize
+                size = needed * records.itemsize
                 raise NativeUnavailable(f"there are no {size} bytes for the scratch of attention") from None
-        return (self._records.data_ptr(), needed) if needed else (None, 0)
+        return records
 
     def decoder_scratch(self, decoder: Decoder) -> int:
         """How many numbers of scratch `decode` needs for each token."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -226,6 +227,21 @@ def test_the_room_for_records_does_not_grow_with_the_context(kernels: NativeKern
     assert (record.room, kernels._records.data_ptr()) == (fitting, record.records)
     kernels.team.resize(1)
     assert kernels.attention_record(rows_of(1), PAGES, 2).room == 0
+
+
+def test_records_stay_while_a_call_has_them(kernels: NativeKernels) -> None:
+    """A drafter on another thread may have larger heads than its target, and need more meanwhile."""
+    kernels._records = torch.empty(0)
+    kernels.team.resize(2)
+    record = kernels.attention_record(rows_of(1), PAGES, 2)
+    given = weakref.ref(kernels._records)
+    larger = kernels.attention_record(rows_of(1), PAGES.view(1, 1, 8, 64), 2)
+    kernels.team.resize(1)
+    kept = given()
+    assert larger.room > record.room
+    assert kept is not None and kept.data_ptr() == record.records
+    del record, kept
+    assert given() is None, "nobody needs them any more"
 
 
 def test_scratch_that_cannot_be_had_is_refused_by_name(
