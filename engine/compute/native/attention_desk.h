@@ -49,8 +49,8 @@ class Desk {
       pages_.upcoming().turn(next_, place(is_last ? next : span, later, next_));
       for (Index t = 0; t < span.tile.count; t++)
         std::fill_n(seen_.begin() + t * group_, group_, tiles_.seen(span.tile, t, start));
-      if (tiles_.branches(span.tile, start + KEYS))
-        attend_branches(span, start, records);
+      if (tiles_.branches(span.tile, start + KEYS) || hides_broken(span, start))
+        attend_apart(span, start, records);
       else
         attend_positions(span, start, ALL, 0, rows, records);
     }
@@ -68,9 +68,22 @@ class Desk {
     pages_.attend(places_, positions, first, count, seen_.data() + first, records + first * record_size(a_.dim));
   }
 
-  // Where drafts form a tree, each token by itself: its branch in order, as if the others were not there. So a
-  // draft's result has the bits that it has in a chain.
-  void attend_branches(const Span& span, Index start, float* records) {
+  // Whether a value that some of the tile's tokens see and others do not is no finite number: times a weight of nothing
+  // it is none either, and would show where it is not seen.
+  bool hides_broken(const Span& span, Index start) {
+    uint64_t by_some = 0, by_all = ~0ull;
+    for (Index t = 0; t < span.tile.count; t++) by_some |= seen_[t * group_], by_all &= seen_[t * group_];
+    uint64_t hidden = by_some & ~by_all;
+    if (!hidden) return false;
+    place(span, start, places_);
+    for (; hidden; hidden &= hidden - 1)
+      if (pages_.is_broken(places_[__builtin_ctzll(hidden)])) return true;
+    return false;
+  }
+
+  // Each token by itself, as if what it does not see were not there: where drafts form a tree its branch in order, so
+  // that a draft's result has the bits that it has in a chain.
+  void attend_apart(const Span& span, Index start, float* records) {
     for (Index t = 0; t < span.tile.count; t++)
       if (seen_[t * group_]) attend_positions(span, start, t, t * group_, group_, records);
   }
@@ -99,9 +112,10 @@ class Desk {
   template <class Work>
   SLIP_INLINE void for_runs(const Span& span, Index start, Index token, Work work) const {
     const int32_t* table = a_.tables + span.tile.sequence * a_.max_blocks;
+    const Index first = token == ALL ? span.start : std::max(span.start, tiles_.first_of(span.tile, token));
     const Index end = token == ALL ? span.stop : std::min(span.stop, tiles_.end_of(span.tile, token));
     const Index stop = std::min(end, start + KEYS);
-    for (Index p = std::max(span.start, start); p < stop;) {
+    for (Index p = std::max(first, start); p < stop;) {
       Index run = stop - p;
       const Index slot = token == ALL ? p : tiles_.slot(span.tile, token, p, run), offset = slot % a_.block_size;
       run = std::min(a_.block_size - offset, run);

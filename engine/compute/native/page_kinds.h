@@ -37,6 +37,9 @@ class ElementPages {
   // Nothing: elements have no scales.
   void take_scales(Index, Index, Index, Index) {}
 
+  // Whether the values at a place have one that is not finite.
+  bool is_broken(Index place) const { return std::isnan(largest_of(values_ + place, dim_)); }
+
   // From `rows` of the queries, the `first` one on, to the positions at `places`.
   void attend(const Index* places, Index count, Index first, Index rows, const uint64_t* seen, float* records) {
     pack_keys(keys_, places, count, dim_, memory_.get(), upcoming_);
@@ -75,6 +78,9 @@ class BytePages {
     memcpy(scales_.get() + at, keys_ + first, 4 * run);
     memcpy(scales_.get() + KEYS + at, values_ + first, 4 * run);
   }
+
+  // Never: bytes are finite, and scales of what is not seen are not looked at.
+  bool is_broken(Index) const { return false; }
 
   void attend(const Index* places, Index count, Index first, Index rows, const uint64_t* seen, float* records) {
     pack_keys(keys_, places, count, dim_, memory_.get(), upcoming_);

@@ -102,7 +102,12 @@ class Tiles {
     return bits(first_of(tile, t) - start, end_of(tile, t) - start);
   }
 
-  // Behind the last position that token `t` sees. Those of a draft in a tree are counted along its own branch.
+  // The first position that token `t` sees, where its window or chunk begins, and behind the last. Those of a draft in
+  // a tree are counted along its own branch.
+  Index first_of(const Tile& tile, Index t) const {
+    if (a_.chunk) return depth_of(tile, t) / a_.chunk * a_.chunk;
+    return a_.window ? std::max<Index>(0, depth_of(tile, t) + 1 - a_.window) : 0;
+  }
   Index end_of(const Tile& tile, Index t) const { return depth_of(tile, t) + 1; }
 
   // Whether positions before `stop` may be other slots for each of the tile's tokens.
@@ -111,9 +116,10 @@ class Tiles {
   // The slot of a position that token `t` sees, and up to `most` that follow it and lie side by side.
   Index slot(const Tile& tile, Index t, Index position, Index& most) const {
     const Index from = before(tile), gap = depth_of(tile, t) - position;
+    const int32_t* gaps = gaps_of(tile, t);
+    if (!gaps) return position;
     if (position < from) return most = std::min(most, from - position), position;
     most = 1;
-    const int32_t* gaps = gaps_of(tile, t);
     Index place = position - from;  // parents lie before their children
     while (gaps[place] != gap) place++;
     return from + place;
@@ -138,12 +144,6 @@ class Tiles {
   Index depth_of(const Tile& tile, Index t) const {
     const int32_t* gaps = gaps_of(tile, t);
     return before(tile) + (gaps ? gaps[0] : tile.place + t);
-  }
-
-  // The first position of the token's window or chunk, which reach back by depth.
-  Index first_of(const Tile& tile, Index t) const {
-    if (a_.chunk) return depth_of(tile, t) / a_.chunk * a_.chunk;
-    return a_.window ? std::max<Index>(0, depth_of(tile, t) + 1 - a_.window) : 0;
   }
 
   const Attention& a_;

@@ -288,6 +288,28 @@ def test_what_is_not_finite_is_not_hidden(
     assert broken.isfinite().all()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("reach", [None, Reach(20), Reach(20, in_chunks=True)])
+@pytest.mark.parametrize("kept", [None, torch.int8])
+def test_what_is_not_finite_shows_in_no_token_that_does_not_see_it(
+    kernels: NativeKernels, value: float, reach: Reach | None, kept: torch.dtype | None
+) -> None:
+    """A draft, or what lies before a window: drafts that are refused change nothing before them."""
+    window, chunk = (None, None) if reach is None else (None, 20) if reach.in_chunks else (20, None)
+    stored, token = Stored(kernels, LayerCall(0, 0.2, window, chunk=chunk), kept), 1050
+    runs = [(0, 1000, 1100), (0, 1048, 1053), (0, 1050, 1100)]
+    expected = [stored.attend(run)[0] for run in runs]
+    stored.numbers[1, stored.blocks[0][token // BLOCK_SIZE] * BLOCK_SIZE + token % BLOCK_SIZE] = value
+    stored.write()
+    for (_, first, stop), whole in zip(runs, expected, strict=True):
+        (found,) = stored.attend((0, first, stop))
+        for at, row, like in zip(range(first, stop), found, whole, strict=True):
+            if token <= at and (reach is None or reach.first(at) <= token):
+                assert not row.isfinite().any()
+            else:
+                assert torch.equal(row, like)
+
+
 def test_nothing_to_attend_to_is_no_work(kernels: NativeKernels) -> None:
     none = torch.empty(0, dtype=torch.int32)
     pages = (torch.zeros(1, 3, 4, 32, dtype=torch.bfloat16),) * 2
