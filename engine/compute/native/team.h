@@ -21,6 +21,7 @@ namespace {
 constexpr int SPIN_IN_LOOP = 400;    // looks at what another thread finishes, before sleeping: some ten microseconds
 constexpr int SPIN_AT_REST = 3000;   // looks for the next region: what lies between two calls of one step
 constexpr int INDEX_BITS = 24;       // of a counter, the others number its loop
+constexpr uint64_t LAST_LOOP = 1ull << (63 - INDEX_BITS);  // some months of load; a call numbers far fewer than as many
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -92,6 +93,9 @@ class Count {
     return value_.load(std::memory_order_seq_cst) >= (number << INDEX_BITS) + (uint64_t)limit;
   }
 
+  // Forgets all loops, so that numbers may begin anew. Nobody may be in one.
+  void clear() { value_.store(0, std::memory_order_relaxed); }
+
  private:
   static constexpr uint64_t MASK = (1u << INDEX_BITS) - 1;
   alignas(64) std::atomic<uint64_t> value_{0};
@@ -124,7 +128,8 @@ class Worker {
 // same bits.
 class Team {
  public:
-  explicit Team(Index size) : size_(size), taken_(new Count[size]), members_(size) {}
+  explicit Team(Index size, uint64_t first_loop = 1)
+      : size_(size), taken_(new Count[size]), members_(size), next_loop_(first_loop) {}
 
   ~Team() {
     is_over_.store(true, std::memory_order_seq_cst);
@@ -153,6 +158,7 @@ class Team {
       return;
     }
     begin();
+    if (next_loop_ > LAST_LOOP) number_anew();
     call_ = [](void* given, Worker& worker) { (*(Work*)given)(worker); };
     given_ = &work;
     door_.store((++regions_ << INDEX_BITS) | OPEN, std::memory_order_seq_cst);
@@ -180,6 +186,13 @@ class Team {
 #if defined(__unix__) || defined(__APPLE__)
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
 #endif
+  }
+
+  // Between two regions: no thread is inside one, and who comes late finds the door shut.
+  void number_anew() {
+    for (Index i = 0; i < size_; i++) taken_[i].clear();
+    done_.clear();
+    next_loop_ = 1;
   }
 
   // What thread `me` does until the team ends: the regions in whose time it comes.
@@ -214,7 +227,7 @@ class Team {
   alignas(64) std::atomic<uint64_t> door_{0};  // which region, whether it is open, how many threads are inside
   std::atomic<bool> is_over_{false};
   // Written while nobody is inside:
-  uint64_t regions_ = 0, next_loop_ = 1;
+  uint64_t regions_ = 0, next_loop_;
   void (*call_)(void*, Worker&) = nullptr;
   void* given_ = nullptr;
 };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,10 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.compute.native.compiler import find_compiler
+from engine.compute.native.forms import choose_build
 from engine.compute.native.kernels import NativeKernels
 from tests.support.native import compiled_kernels
 
 TASKS = Path("/proc/self/task")
+PROGRAM = Path(__file__).parents[3] / "support/native_check/team.cpp"
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +116,11 @@ def test_threads_end_with_their_team(kernels: NativeKernels) -> None:
         assert len(list(TASKS.iterdir())) == before + size - 1
     kernels.team.resize(1)
     assert len(list(TASKS.iterdir())) == before
+
+
+def test_loops_are_numbered_anew_before_their_numbers_end(kernels: NativeKernels, tmp_path: Path) -> None:
+    """After some months of load: a piece of a loop that nobody takes would never be done."""
+    made, flags = tmp_path / "team", choose_build(torch.float32).flags
+    command = [find_compiler(), "-O1", "-std=c++20", "-pthread", "-Wno-psabi", *flags, "-o", made, PROGRAM]
+    subprocess.run(command, check=True, timeout=100)
+    subprocess.run([made], check=True, timeout=20)
