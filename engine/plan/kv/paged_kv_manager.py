@@ -84,6 +84,7 @@ class PagedKvManager:
         self._reserved: set[int] = set()
         self._scrub_blocks: list[int] = []
         self._scrubs_in_flight: deque[tuple[int, ...]] = deque()  # a step's each, oldest first
+        self._copied_from: set[int] = set()  # by the next step or the one in flight
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))  # a stack: the lowest row is on top at first
 
     def keep_states(self, num_snapshots: int, num_host_states: int) -> None:
@@ -231,6 +232,14 @@ class PagedKvManager:
         sequence.num_published = min(sequence.num_published, first)
         return tuple(copies)
 
+    def begin_copies(self, copies: Iterable[BlockCopy]) -> None:
+        """The next step does these: whatever becomes of their sources' owners, nothing is read into them."""
+        self._copied_from.update(copy.source for copy in copies)
+
+    def end_copies(self) -> None:
+        """The step with these copies is over; those of one that failed are not asked for again."""
+        self._copied_from.clear()
+
     def rewind(self, request_id: str, num_tokens: int) -> None:
         """Cut the sequence to its first `num_tokens`; blocks past the new end are released, last one first.
 
@@ -291,14 +300,14 @@ class PagedKvManager:
         """Take free blocks to have them filled from elsewhere; None unless one is left for each sequence.
 
         None, too, if a step is yet to zero any of them, which could come when it is filled, or to copy it to
-        the host. Those that no step was told to zero are filled instead: else they would stay in the way
-        for as long as nothing else is computed.
+        the host or for a fork. Those that no step was told to zero are filled instead: else they would stay
+        in the way for as long as nothing else is computed.
         """
         if num_blocks + len(self._sequences) > self.pool.num_free:
             return None
         block_ids = self.pool.take(num_blocks) or []
         taken = set(block_ids)
-        if not taken.isdisjoint(chain(self.host.sources(), *self._scrubs_in_flight)):
+        if not taken.isdisjoint(chain(self.host.sources(), self._copied_from, *self._scrubs_in_flight)):
             self.pool.release(block_ids)
             return None
         self._scrub_blocks = [block_id for block_id in self._scrub_blocks if block_id not in taken]

@@ -106,6 +106,7 @@ class RunningSet:
         fits = fits and copies is not None and kv.allocate(child_id, self._tokens_to_hold(child))
         assert fits and copies is not None, f"{child_id} was found to fit and does not"
         self._copies += copies
+        kv.begin_copies(copies)
         self._forked.append(child)
         if kv.keeps_state:
             self._state_copies.append(StateCopy(kv.row(parent.request_id), kv.row(child_id)))
@@ -251,6 +252,7 @@ class RunningSet:
     def confirm_block_moves(self) -> None:
         """The step did its moves."""
         self.kv.end_scrub()
+        self.kv.end_copies()
         self.kv.host.confirm_copies()
         self._copies, self._forked, self._restores, self._state_copies = [], [], [], []
         self.lookup.begin_step()
@@ -263,6 +265,7 @@ class RunningSet:
         are the caller's: they have to be computed from the first token on, or found again.
         """
         self.kv.end_scrub()
+        self.kv.end_copies()
         self.kv.scrub(moves.scrub_blocks)
         for request in self._forked:
             request.recompute_from(request.num_computed_tokens // self.kv.block_size * self.kv.block_size)

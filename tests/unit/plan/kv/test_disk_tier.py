@@ -272,3 +272,33 @@ def test_a_block_that_is_yet_to_be_saved_on_the_host_is_not_read_into() -> None:
     disk.batcher.commit(decision, disk.runner.run(decision.inputs).rows)
     disk.batcher.kv.check_integrity()
     assert disk.batcher.kv.reserve(4) is not None
+
+
+def test_a_block_that_a_fork_is_yet_to_copy_is_not_read_into() -> None:
+    """The parent may end while the step that copies its last block is out, and be no part of it."""
+    disk = Disk(num_blocks=24, max_model_len=40, max_decode_seqs=1)
+    batcher, kv = disk.batcher, disk.batcher.kv
+    batcher.add(make_request("earlier", range(300, 317), max_tokens=1))
+    disk.answer(num_stored=0)
+    disk.run_all()
+    other, parent = make_request("b", [1, 2], arrival=1), make_request("a", PROMPT, arrival=2)
+    for request in (other, parent):
+        batcher.add(request)
+    disk.answer(num_stored=0)
+    run_step(batcher, disk.runner)
+    fork = make_request("c", PROMPT, arrival=3, fork_of="a")
+    batcher.add(fork)
+    decision = batcher.step()
+    assert decision.inputs is not None
+    assert shape_of(decision) == [("b", 2, 1, True), ("c", 17, 1, True)]
+    (copy,) = decision.inputs.moves.block_copies
+    batcher.finish("a", FinishReason.DEADLINE)
+    num_plain = kv.pool.num_free - kv.pool.num_free_kept
+    assert kv.pool.ref_count(copy.source) == 0
+    assert kv.reserve(num_plain) is None, "the device may not have come to it"
+    batcher.commit(decision, disk.runner.run(decision.inputs).rows)
+    taken = kv.reserve(num_plain)
+    assert taken is not None and copy.source in taken
+    kv.unreserve(taken)
+    disk.run_all()
+    assert fork.output_token_ids == expected_output(PROMPT, 8)
