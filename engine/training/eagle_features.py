@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from engine.compute.attention import AttentionContext
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.dummy_steps import Part, pack_step
-from engine.compute.runner.layer_taps import tap
+from engine.compute.runner.layer_taps import base_name, tap
 from engine.compute.runner.packed_forward import PackedForward
 from engine.training.samples import Sample
 
@@ -46,7 +46,7 @@ class FeatureReader:
 
     def __init__(self, target: LoadedModel, layers: Sequence[int], longest: int) -> None:
         """`longest` is the most tokens of a text. For a target that can be rewound."""
-        self._base: Any = target.model.base_model
+        self._base: Any = getattr(target.model, base_name(target.model))
         self._layers = tuple(layers)
         self._forward = PackedForward(target)
         num_blocks = math.ceil(max(longest, 2 * _PASS_TOKENS) / _BLOCK_SIZE)

@@ -12,7 +12,7 @@ import torch
 from config import Settings
 from engine.compute.drafters.eagle_layer import EagleLayer, EagleShape, fresh_config
 from engine.compute.loading.loader import LoadedModel
-from engine.compute.runner.layer_taps import layers_of
+from engine.compute.runner.layer_taps import base_name, layers_of
 from engine.errors import StartRefused
 from engine.training.eagle_evaluation import Evaluation, evaluate_layer
 from engine.training.eagle_features import Example, FeatureReader, FeatureShards
@@ -127,8 +127,8 @@ def _fresh_layer(
     num_token_ids = min(plan.num_token_ids, target.vocab_size)
     token_ids = frequent_token_ids(answers, target.vocab_size, num_token_ids).sort().values
     layer = EagleLayer(target, fresh_config(target), shape, token_ids)
-    last_norm = getattr(target.model.base_model, "norm", None)
-    start_like_target(layer, layers_of(target.model.base_model)[-1], last_norm, plan.seed)
+    base = getattr(target.model, base_name(target.model))
+    start_like_target(layer, layers_of(base)[-1], getattr(base, "norm", None), plan.seed)
     return layer
 
 

@@ -78,7 +78,7 @@ def circle_examples(target: LoadedModel, count: int, length: int = 30) -> list[E
     ]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "llama4"])
 def test_features_are_what_enters_the_layers_and_what_the_head_reads(family: str) -> None:
     target = load_tiny(family)
     rng = random.Random(0)

@@ -27,7 +27,13 @@ from engine.plan.step_records import PromptRows, StepInputs, StepResult
 from tests.support.native import WITHOUT_KERNELS
 from tests.support.packed import load_tiny, plain_logits, random_tokens
 from tests.support.recurrent import BLOCK_SIZE, make_recurrent_runner, pack_slots, whole_logits
-from tests.support.tiny_models import FAMILIES, RECURRENT_FAMILIES, save_tiny_model
+from tests.support.tiny_models import (
+    FAMILIES,
+    PECULIAR_FAMILIES,
+    REBOUND_FAMILIES,
+    RECURRENT_FAMILIES,
+    save_tiny_model,
+)
 
 PROMPT = random_tokens(np.random.default_rng(3), 50)
 NUM_TOP = 3
@@ -93,7 +99,7 @@ def check(loaded: LoadedModel, prompt: list[int], found: tuple[TokenLogprobs, ..
         assert len({token for token, _ in record.top}) == num_top
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *PECULIAR_FAMILIES, *REBOUND_FAMILIES])
 def test_every_family_s_own_head_is_used(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Soft caps, logit scales and groups of rows included."""
     monkeypatch.setattr(prompt_scorer, "_GROUP_LOGITS", 512 * 7)

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 Result = TypeVar("Result")
 
@@ -48,6 +49,12 @@ def tap(base: nn.Module, layers: Sequence[int], compute: Callable[[], Result]) -
             hooks.callback(handle.remove)
         result = compute()
     return result, torch.cat([found[index] for index in layers], dim=-1)
+
+
+def base_name(model: PreTrainedModel) -> str:
+    """Where a model has its base model. Llama 4 says one name and has it under another."""
+    name: str = model.base_model_prefix
+    return name if hasattr(model, name) else "model"
 
 
 def layers_of(base: nn.Module) -> nn.ModuleList:

@@ -13,6 +13,7 @@ from torch import nn
 
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.device import is_out_of_memory
+from engine.compute.runner.layer_taps import base_name
 from engine.compute.sampling.logprobs import known_logprobs
 from engine.plan.step_records import PromptRows, TokenLogprobs
 
@@ -33,7 +34,8 @@ class PromptScorer:
     def __init__(self, loaded: LoadedModel) -> None:
         self._model = loaded.model
         self._device = loaded.device
-        self._base = loaded.model.base_model
+        self._name = base_name(loaded.model)
+        self._base = getattr(loaded.model, self._name)
         self._group_size = max(1, _GROUP_LOGITS // loaded.vocab_size)
 
     @contextmanager
@@ -78,7 +80,7 @@ class PromptScorer:
     def _logits(self, output: Any) -> torch.Tensor:
         """What the model makes of its base model's `output`, in its own dtype: [rows, vocab]."""
         token_ids = torch.zeros(output.last_hidden_state.shape[:2], dtype=torch.long, device=self._device)
-        name, base = self._model.base_model_prefix, self._base
+        name, base = self._name, self._base
         setattr(self._model, name, _Known(output))
         try:
             logits: torch.Tensor = self._model(input_ids=token_ids, use_cache=False).logits[0]
