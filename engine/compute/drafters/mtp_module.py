@@ -65,8 +65,8 @@ class MtpModule(nn.Module):
         self._read_norm = (
             copy.deepcopy(target.model.base_model.norm) if layout.reads_normed else nn.Identity()
         )
-        self._targets = (target.model,)  # no submodule
         self.vocab_size = target.vocab_size
+        self.follow(target)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -74,8 +74,12 @@ class MtpModule(nn.Module):
         return self._projection.weight
 
     def follow(self, target: LoadedModel) -> None:
-        """Take embedding and head of this model from now on: the target as it is served."""
-        self._targets = (target.model,)
+        """Take embedding and head of this model from now on: the target as it is served.
+
+        They are not looked for again: while the target's thread scores prompts, its model has no embedding.
+        """
+        model = target.model
+        self._theirs = (model.get_input_embeddings(), model.get_output_embeddings())  # no submodules
 
     def read(self, features: torch.Tensor) -> torch.Tensor:
         """The hidden state that it goes on from, of what left the target's last layer: [N, hidden]."""
@@ -90,7 +94,7 @@ class MtpModule(nn.Module):
         `hidden` [N, hidden] are at `positions` [N], `token_ids` [N] are those behind them; `context` attends,
         as an AttentionContext does.
         """
-        embed = self._own_embedding or self._targets[0].get_input_embeddings()
+        embed = self._own_embedding or self._theirs[0]
         normed = [self._embedding_norm(embed(token_ids)), self._hidden_norm(hidden)]
         fused = self._projection(torch.cat(normed[::-1] if self._hidden_first else normed, dim=-1))
         output = self._block(
@@ -104,7 +108,7 @@ class MtpModule(nn.Module):
 
     def logits(self, last: torch.Tensor) -> torch.Tensor:
         """Of every token, [N, vocab]."""
-        head = self._own_head or self._targets[0].get_output_embeddings()
+        head = self._own_head or self._theirs[1]
         logits: torch.Tensor = head(last)
         return logits
 

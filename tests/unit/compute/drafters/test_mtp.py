@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,9 +22,12 @@ from engine.compute.drafters.mtp_layouts import find_mtp
 from engine.compute.drafters.mtp_loader import load_mtp_drafter
 from engine.compute.drafters.mtp_module import MtpModule, load_mtp_module
 from engine.compute.loading.loader import LoadedModel, load_model
+from engine.compute.native.decoder import DecoderOutput
+from engine.compute.runner.prompt_scorer import PromptScorer
 from engine.errors import StartRefused
 from engine.plan.request import SamplingParams
 from engine.plan.speculation.drafter import DraftJob, DraftRequest, TargetFeatures
+from engine.plan.step_records import PromptRows
 from engine.startup.build_speculation import find_module
 from tests.support.native import WITHOUT_KERNELS
 from tests.support.packed import load_tiny
@@ -85,6 +89,31 @@ def test_logits_are_those_of_a_plain_pass(case: Case) -> None:
     torch.testing.assert_close(torch.cat(found), expected[last], rtol=1e-3, atol=1e-4)
     logits = layer.logits(torch.cat(found))
     torch.testing.assert_close(logits, tiny.logits(expected[last]), rtol=1e-3, atol=1e-3)
+
+
+@torch.inference_mode()
+def test_it_drafts_while_the_target_s_thread_scores_a_prompt(case: Case) -> None:
+    """The target has no embedding then: its head is called with what its base model gave before."""
+    module, scorer = case.module(), PromptScorer(case.target)
+    layer = MtpLayer(module, make_kv(module.layer, 64, module.weight, ROOM))
+    hidden, tokens = layer.read(case.features[:4]), torch.tensor(TOKENS[1:5])
+    left: list[torch.Tensor] = []
+
+    def draft(*_: object) -> None:
+        left.append(layer.compute(hidden, tokens, range(4), [Span(1, 0, 4)]))
+
+    draft()
+    rows = PromptRows(
+        np.zeros(1, np.int32), np.zeros(1, np.int64), np.full(1, TOKENS[1]), np.zeros(1, np.int32)
+    )
+    output = DecoderOutput(case.features[None])
+    handle = case.target.model.get_output_embeddings().register_forward_pre_hook(draft)
+    try:
+        (record,) = scorer.score(rows, [output])
+    finally:
+        handle.remove()
+    assert record is not None and record.token_id == TOKENS[1]
+    assert len(left) == 2 and torch.equal(*left)
 
 
 def test_what_it_shares_with_the_target_is_not_kept_twice(case: Case) -> None:
