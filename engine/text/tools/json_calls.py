@@ -113,7 +113,8 @@ def tell_object(feed: TextFeed, teller: CallTeller) -> Parser:
     end = JsonEnd()
     while True:
         size = end.find(feed.text, 0)
-        if end.is_broken:
+        if end.broken_at is not None:
+            teller.arguments(feed.take(end.broken_at))
             return False
         teller.arguments(feed.take(len(feed.text) if size is None else size))
         if size is not None:
@@ -152,9 +153,9 @@ def _skip_object(feed: TextFeed) -> Parser:
         if size is not None:
             feed.take(size)
             return True
+        feed.take(len(feed.text) if end.broken_at is None else end.broken_at)
         if end.is_broken or feed.ended:
             return False
-        feed.text = ""
         yield
 
 

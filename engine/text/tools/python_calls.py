@@ -121,7 +121,8 @@ def _read_list(marks: PythonMarks, feed: TextFeed, teller: CallTeller) -> Parser
                 feed.text = ""
             return False
         yield
-    calls = calls_in(feed.text[:size])
+    is_too_large = end.is_broken or size > _MAX_CHARS
+    calls = None if is_too_large else calls_in(feed.text[:size])
     if calls is None or not all(teller.knows(name) for name, _ in calls):
         return False
     feed.take(size)

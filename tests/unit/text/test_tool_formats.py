@@ -266,6 +266,28 @@ def test_the_reply_is_the_same_however_it_is_split(case: str) -> None:
         assert found_in(read(stage_of(form), parts)) == expected
 
 
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1, "b": [2}}</tool_call>'),
+        (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1}, "b": ]}</tool_call>'),
+        (LLAMA3, f'{{"name": "add", "parameters": {{"a": [1, "b"}}}}; {LLAMA_ADD}'),
+        (MISTRAL, f'[TOOL_CALLS][{{"name": "add", "arguments": {{"a": {{1]}}}}, {WEATHER}]'),
+        (KIMI_K2, f"<|tool_call_begin|>functions.add:0{_ARGS}{{]}}<|tool_call_end|>{KIMI_BOTH}"),
+        (CHANNELS, '<|channel|>commentary to=functions.add<|message|>{"a": "x"]}<|call|>'),
+        (LLAMA4, f"add(b={'[' * 129}{']' * 129})"),
+        (LLAMA4, f"add(b='{'x' * 65_536}')"),
+    ],
+)
+def test_arguments_that_break_off_end_at_the_same_place_however_they_are_split(
+    form: ToolFormat, text: str
+) -> None:
+    whole = CollectedReply.of(read(stage_of(form), [text]))
+    for parts in (list(text), [text[:-9], text[-9:]], [text[:50], text[50:]]):
+        split = CollectedReply.of(read(stage_of(form), parts))
+        assert (split.content, _arguments(split)) == (whole.content, _arguments(whole))
+
+
 def test_content_is_not_kept_back_longer_than_it_must_be() -> None:
     stage = stage_of(HERMES)
     assert stage.feed("Hello <b") == [ContentText("Hello <b")]
