@@ -24,6 +24,15 @@ from engine.text.tools.kept_calls import SPACE, grammar_of, json_value, property
 from engine.text.tools.tool_spec import ToolSpec
 
 _MAX_NAME = 256
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int, float),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "array": (list,),
+    "object": (dict,),
+}
 _TYPES = frozenset(("type", "anyOf", "oneOf", "allOf", "enum", "const", "$ref"))
 
 
@@ -221,9 +230,11 @@ def argument_of(text: str, schema: Mapping[str, Any]) -> str:
             value = from_json(text.strip(), allow_inf_nan=False)
         except ValueError:
             value = {"True": True, "False": False, "None": None}.get(text.strip(), text)
-        if not isinstance(value, str):
-            return json.dumps(value, ensure_ascii=False)
-        if _names_a_type(schema):
+        if isinstance(value, str):
+            is_meant = _names_a_type(schema)
+        else:  # an optional text, too, may look like a number
+            is_meant = _takes(schema, value) or not _takes(schema, text)
+        if is_meant:
             return json.dumps(value, ensure_ascii=False)
     return json.dumps(text, ensure_ascii=False)
 
@@ -234,6 +245,20 @@ def takes_only_text(schema: Mapping[str, Any]) -> bool:
     if isinstance(values, list):
         return all(isinstance(each, str) for each in values)
     return kind == "string" or kind == ["string"]
+
+
+def _takes(schema: Mapping[str, Any], value: object) -> bool:
+    """False where the schema says plainly that it has no place for the value."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list):
+        return json.dumps(value) in map(json.dumps, values)
+    options = schema.get("anyOf", schema.get("oneOf"))
+    if isinstance(options, list):
+        return any(_takes(each, value) for each in options if isinstance(each, dict))
+    kinds = schema.get("type")
+    if isinstance(kinds, str):
+        kinds = [kinds]
+    return not isinstance(kinds, list) or any(type(value) in _KINDS.get(str(kind), ()) for kind in kinds)
 
 
 def _names_a_type(schema: Mapping[str, Any]) -> bool:

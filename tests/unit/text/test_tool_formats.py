@@ -17,6 +17,7 @@ from engine.text.tools.channel_calls import CHANNELS
 from engine.text.tools.headed_formats import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2, MISTRAL_NAMED
 from engine.text.tools.json_formats import GRANITE, HERMES, LLAMA3, MISTRAL, PHI4_MINI
 from engine.text.tools.python_formats import GEMMA3, LFM2, LLAMA4
+from engine.text.tools.tagged_calls import argument_of
 from engine.text.tools.tagged_formats import GLM45, MINIMAX, QWEN3_CODER
 from engine.text.tools.tool_format import ToolFormat
 from engine.text.tools.tool_formats import TOOL_FORMATS
@@ -286,6 +287,30 @@ def test_arguments_that_break_off_end_at_the_same_place_however_they_are_split(
     for parts in (list(text), [text[:-9], text[-9:]], [text[:50], text[50:]]):
         split = CollectedReply.of(read(stage_of(form), parts))
         assert (split.content, _arguments(split)) == (whole.content, _arguments(whole))
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "expected"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "12345", "12345"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"type": ["string", "null"]}, "true", "true"),
+        ({"type": ["string", "null"]}, '"a"', "a"),
+        ({"type": ["string", "integer"]}, "5", 5),
+        ({"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}, '["a"]', ["a"]),
+        ({"enum": ["1", "2", None]}, "1", "1"),
+        ({"enum": [1, 2, None]}, "1", 1),
+        ({"const": "5"}, "5", "5"),
+        ({"type": "integer"}, "5.0", 5.0),
+        ({"type": "integer"}, "[1]", [1]),
+        ({"type": None, "anyOf": [True]}, "5", 5),
+        ({}, "5", 5),
+    ],
+)
+def test_an_argument_between_tags_is_what_its_schema_takes(
+    schema: dict[str, Any], text: str, expected: object
+) -> None:
+    assert json.loads(argument_of(f"\n{text}\n", schema)) == expected
 
 
 def test_content_is_not_kept_back_longer_than_it_must_be() -> None:
