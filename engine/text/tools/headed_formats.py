@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
 
 from engine.text.tools.headed_calls import HeadMarks, kept_headed, read_headed_calls
-from engine.text.tools.json_formats import HERMES
+from engine.text.tools.json_formats import HERMES, mistral_id
 from engine.text.tools.tool_format import ToolFormat
 
 _ANY_NAME = re.compile(r"([\w.\-]+)")
 
 
-def _format(marks: HeadMarks, *signs: tuple[str, ...]) -> ToolFormat:
+def _format(
+    marks: HeadMarks,
+    *signs: tuple[str, ...],
+    shown_id: Callable[[str], str] = str,
+    id_of: Callable[[str, int], str] | None = None,
+) -> ToolFormat:
     return ToolFormat(
         signs=signs,
         openings=marks.openings,
@@ -20,6 +26,8 @@ def _format(marks: HeadMarks, *signs: tuple[str, ...]) -> ToolFormat:
         read=partial(read_headed_calls, marks),
         forced_as=HERMES,
         kept=partial(kept_headed, marks),
+        shown_id=shown_id,
+        id_of=id_of,
     )
 
 
@@ -55,6 +63,7 @@ KIMI_K2 = _format(
     ),
     ("<|tool_calls_section_begin|>",),
     ("<|im_system|>tool_declare",),
+    id_of="functions.{}:{}".format,
 )
 MISTRAL_NAMED = _format(
     HeadMarks(
@@ -64,4 +73,5 @@ MISTRAL_NAMED = _format(
         ("NAME[ARGS]", ""),
     ),
     ("[TOOL_CALLS]", "[ARGS]"),
+    shown_id=mistral_id,
 )

@@ -40,7 +40,7 @@ def _llama_kept(tools: Sequence[ToolSpec]) -> CallForms:
     return replace(found, bare=f'\\s*\\[?\\s*\\{{\\s*"name"\\s*:\\s*"({names})"')
 
 
-def _mistral_id(call_id: str) -> str:
+def mistral_id(call_id: str) -> str:
     """Its templates take ids of nine letters and digits only, so others become such ones."""
     if len(call_id) == _MISTRAL_ID_CHARS and call_id.isascii() and call_id.isalnum():
         return call_id
@@ -95,5 +95,5 @@ MISTRAL = ToolFormat(
     read=partial(read_json_calls, JsonMarks(("[TOOL_CALLS]",))),
     forced=lambda rules: forced_list(rules, "arguments", Frame("[TOOL_CALLS]")),
     kept=_kept(("[TOOL_CALLS]",)),
-    shown_id=_mistral_id,
+    shown_id=mistral_id,
 )

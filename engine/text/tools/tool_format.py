@@ -22,7 +22,9 @@ class ToolFormat:
     `marks` are the texts that a reader has to see; those in `openings` begin a call wherever they stand.
     `read` parses the content of a reply. `forced` makes the form of a reply of calls and nothing else, where
     such a reply is JSON; else it is written and read as in `forced_as`. `kept` are the forms of calls amid
-    text, or None where they cannot be told from it. `shown_id` is how the templates want the id of a call.
+    text, or None where they cannot be told from it. `shown_id` is how the templates want the id of a call;
+    `id_of` makes one of the tool's name and the call's place in the conversation, for templates that show the
+    id alone.
     """
 
     signs: tuple[tuple[str, ...], ...]
@@ -33,6 +35,7 @@ class ToolFormat:
     forced_as: ToolFormat | None = None
     kept: Callable[[Sequence[ToolSpec]], CallForms] | None = None
     shown_id: Callable[[str], str] = str
+    id_of: Callable[[str, int], str] | None = None
 
     @property
     def with_forced(self) -> ToolFormat:

@@ -90,7 +90,25 @@ def may_think(options: Mapping[str, object]) -> bool:
 def messages_for_template(messages: Sequence[ChatMessage], form: ReplyFormat) -> list[dict[str, object]]:
     """What the chat template sees of a conversation. Raises ApiError for what it could not be shown."""
     shown = (_message(i, message, form) for i, message in enumerate(messages))
-    return _with_older_calls(messages, shown, form)
+    return _with_made_ids(_with_older_calls(messages, shown, form), form)
+
+
+def _with_made_ids(messages: list[dict[str, object]], form: ReplyFormat) -> list[dict[str, object]]:
+    """The same with the ids that templates show in place of a tool's name, where this model's do."""
+    id_of = form.tools.id_of
+    if id_of is None:
+        return messages
+    made: dict[object, str] = {}
+    num_calls = 0
+    for message in messages:
+        calls: Any = message.get("tool_calls") or ()
+        for call in calls:
+            call_id = id_of(call["function"]["name"], num_calls)
+            made[call.get("id")] = call["id"] = call_id
+            num_calls += 1
+        if (answered := message.get("tool_call_id")) is not None:
+            message["tool_call_id"] = made.get(answered, answered)
+    return messages
 
 
 def _with_older_calls(

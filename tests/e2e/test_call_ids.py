@@ -1,0 +1,51 @@
+"""The ids of earlier calls as the templates of a family want them, whatever ids clients have for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.e2e.http_server import server_url
+from tests.e2e.wire import ask
+from tests.support.fake_engine import FakeEngine
+
+KIMI = "{{ tools }}<|tool_calls_section_begin|><|tool_call_begin|><|tool_call_argument_begin|>"
+MISTRAL_NAMED = "{{ tools }}[TOOL_CALLS]name[CALL_ID]id[ARGS]{}"
+
+
+def call_of(name: str, **fields: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": "{}"}, **fields}
+
+
+CONVERSATION: list[dict[str, Any]] = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "tool_calls": [call_of("weather", id="call_a"), call_of("clock", id="b")]},
+    {"role": "tool", "tool_call_id": "b", "content": "noon"},
+    {"role": "tool", "tool_call_id": "call_a", "content": "rain"},
+    {"role": "assistant", "tool_calls": [call_of("weather", id="b")]},
+    {"role": "tool", "tool_call_id": "b", "content": "sun"},
+    {"role": "tool", "tool_call_id": "unheard", "content": "?"},
+]
+
+
+async def ids_shown(template: str) -> tuple[list[str], list[str]]:
+    """The ids of the calls and of their results, as the model is shown them."""
+    engine = FakeEngine(tool_template=template, max_model_len=4096)
+    async with server_url(engine) as url:
+        reply = await ask(url, "POST", "/v1/chat/completions", {"messages": CONVERSATION, "temperature": 0})
+        assert reply.status == 200
+    messages: list[dict[str, Any]] = engine.messages
+    calls = [call["id"] for message in messages for call in message.get("tool_calls", ())]
+    return calls, [message["tool_call_id"] for message in messages if message["role"] == "tool"]
+
+
+async def test_kimi_is_shown_calls_by_their_names_and_places() -> None:
+    """Its templates show no name beside the id: with another id it reads a call of nothing it knows."""
+    calls, results = await ids_shown(KIMI)
+    assert calls == ["functions.weather:0", "functions.clock:1", "functions.weather:2"]
+    assert results == ["functions.clock:1", "functions.weather:0", "functions.weather:2", "unheard"]
+
+
+async def test_newer_templates_of_mistral_are_shown_ids_of_nine_characters() -> None:
+    calls, results = await ids_shown(MISTRAL_NAMED)
+    assert all(len(each) == 9 and each.isascii() and each.isalnum() for each in (*calls, *results))
+    assert [calls[1], calls[0], calls[2]] == results[:3]
