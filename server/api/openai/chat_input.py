@@ -158,7 +158,7 @@ def _thought(message: ChatMessage, form: ReplyFormat) -> dict[str, object]:
     if form.reasoning is not None and form.reasoning.has_channels:
         # They refuse it beside content, for it is told as what was said before a call.
         return {} if message.content and message.tool_calls else {"thinking": message.thought}
-    return {"reasoning_content": message.thought, "reasoning": message.thought}
+    return dict.fromkeys(("reasoning_content", "reasoning", "thinking"), message.thought)
 
 
 def _with_shown_id(call: dict[str, Any], form: ReplyFormat) -> dict[str, Any]:
