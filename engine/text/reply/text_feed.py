@@ -13,6 +13,8 @@ from engine.text.reply.pieces import ContentText, Piece, ReasoningText
 
 Parser: TypeAlias = Generator[None, None, Any]
 
+_MOST_CHARS = 2048  # given to a parser at a time: it may look through all that it has for every mark in it
+
 
 class TextFeed:
     """Text still to be read. `ended`: no more of it comes; `cut`: because the reply did not end by itself.
@@ -111,8 +113,11 @@ class Stage:
 
     def feed(self, text: str) -> list[Piece]:
         """The pieces that are known with `text`."""
-        self._feed.text += text
-        return self._run()
+        pieces: list[Piece] = []
+        for start in range(0, len(text), _MOST_CHARS):
+            self._feed.text += text[start : start + _MOST_CHARS]
+            pieces += self._run()
+        return pieces
 
     def finish(self, *, cut: bool) -> list[Piece]:
         """The rest, once the reply has ended; `cut` says that it did not end by itself."""

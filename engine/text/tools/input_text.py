@@ -7,7 +7,8 @@ import re
 
 from engine.text.tools.tool_spec import INPUT_KEY
 
-_HEAD = re.compile(rf'\A\s*\{{\s*"{INPUT_KEY}"\s*:\s*"')
+_SPACE = r"\s{0,64}"  # looked through again with every token until the text begins
+_HEAD = re.compile(rf'\A{_SPACE}\{{{_SPACE}"{INPUT_KEY}"{_SPACE}:{_SPACE}"')
 _BODY = re.compile(r'(?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*')
 _HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}$")  # of a character that JSON writes as two
 

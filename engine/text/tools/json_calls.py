@@ -13,7 +13,12 @@ from engine.text.tools.json_end import JsonEnd
 from engine.text.tools.kept_calls import RAW_HEAD, RAW_TAIL
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
-_HEAD = re.compile(r'\A\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+# Looked for again with every token until it is there, so it is short: other objects are read at their end.
+_SPACE = r"\s{0,64}"
+_HEAD = re.compile(
+    rf'\A\{{{_SPACE}"name"{_SPACE}:{_SPACE}"([^"\\]{{0,256}})"{_SPACE},'
+    rf'{_SPACE}"(?:arguments|parameters)"{_SPACE}:{_SPACE}(?=\{{)'
+)
 _RAW_HEAD = re.compile(re.escape(RAW_HEAD))
 _BETWEEN = (",", ";")
 
