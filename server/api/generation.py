@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from engine import Finish, FinishReason, OutputDelta, ReplyReader, RequestStream
+from server.api.openai.logprobs import TEXT_START, TextPlace
 from server.api.openai.protocol import GenerationBody
 from server.api.prompt_scores import PromptScores
 
@@ -35,7 +36,7 @@ class Choice:
     reader: ReplyReader | None = None
     started: bool = False
     num_tokens: int = 0
-    text_offset: int = 0
+    text_place: TextPlace = TEXT_START
     finish: Finish | None = None
     said: list[str] | None = None  # its text so far; None where nobody wants all of it
 

@@ -15,10 +15,12 @@ from server.api.fill_in import FillIn, fill_in_prompt, marks_of
 from server.api.generation import Choice, Generation, Prompt
 from server.api.long_list import LongList
 from server.api.openai.logprobs import (
+    TEXT_START,
     TokenSpelling,
     completion_logprobs,
     echoed_logprobs,
     joined,
+    place_behind,
     prompt_logprobs,
 )
 from server.api.openai.models import check_model
@@ -168,13 +170,14 @@ class CompletionShape:
         """The logprobs object, which begins with an echoed prompt's; moves the choice's text offset on."""
         if self.body.logprobs is None:
             return None
-        text, prompt = self.spelling.text, choice.prompt
+        prompt, spelling = choice.prompt, self.spelling
         echoed: dict[str, LongList] = {}
         if first and self.body.echo and prompt.scores is not None:
-            echoed = echoed_logprobs(prompt.token_ids, prompt.scores.records, self.body.logprobs, text)
-            choice.text_offset = sum(len(text(token_id)) for token_id in prompt.token_ids)
-        result = completion_logprobs(logprobs, text, choice.text_offset)
-        choice.text_offset += sum(len(text(each.token_id)) for each in logprobs)
+            echoed = echoed_logprobs(prompt.token_ids, prompt.scores.records, self.body.logprobs, spelling)
+            choice.text_place = place_behind(prompt.token_ids, spelling, TEXT_START)
+        result = completion_logprobs(logprobs, spelling, choice.text_place)
+        token_ids = (each.token_id for each in logprobs)
+        choice.text_place = place_behind(token_ids, spelling, choice.text_place)
         return {name: joined(echoed[name], each) for name, each in result.items()} if echoed else result
 
     def _prompt_logprobs(self, choice: Choice) -> dict[str, object]:

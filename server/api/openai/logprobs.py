@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 from engine import Engine, TokenLogprobs
 from server.api.long_list import LongList
@@ -12,6 +14,7 @@ from server.api.openai.protocol import GenerationBody
 
 # JSON has no infinity; vLLM's stand-in for a token that cannot be drawn.
 _LOWEST = -9999.0
+_new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +35,44 @@ class TokenSpelling:
         )
 
 
+class TextPlace(NamedTuple):
+    """A place between two tokens: whole characters before it, and bytes of one that is not complete yet."""
+
+    offset: int
+    rest: bytes = b""
+
+    def behind(self, piece: bytes) -> TextPlace:
+        """The place behind a token of these bytes."""
+        if not self.rest and piece.isascii():
+            return TextPlace(self.offset + len(piece))
+        decoder = _new_utf8_decoder("replace")
+        num_chars = len(decoder.decode(self.rest + piece))
+        return TextPlace(self.offset + num_chars, decoder.getstate()[0])
+
+
+TEXT_START = TextPlace(0)
+
+
+def place_behind(token_ids: Iterable[int], spelling: TokenSpelling, place: TextPlace) -> TextPlace:
+    """Where the text goes on behind these tokens."""
+    for token_id in token_ids:
+        place = place.behind(spelling.bytes(token_id) or b"")
+    return place
+
+
 def completion_logprobs(
-    logprobs: Sequence[TokenLogprobs], token_text: Callable[[int], str], offset: int
+    logprobs: Sequence[TokenLogprobs], spelling: TokenSpelling, place: TextPlace
 ) -> dict[str, LongList]:
-    """The parallel lists of /v1/completions; `offset` is where the first token's text begins in the choice.
+    """The parallel lists of /v1/completions; `place` is where the first token's text begins in the choice.
 
     Of several tokens that look alike the likeliest keeps the place in `top_logprobs`.
     """
+    token_text = spelling.text
     return {
         "tokens": LongList(lambda: (token_text(each.token_id) for each in logprobs)),
         "token_logprobs": LongList(lambda: (_finite(each.logprob) for each in logprobs)),
         "top_logprobs": LongList(lambda: (_top(each, token_text) for each in logprobs)),
-        "text_offset": LongList(lambda: _offsets((token_text(each.token_id) for each in logprobs), offset)),
+        "text_offset": LongList(lambda: _offsets((each.token_id for each in logprobs), spelling, place)),
     }
 
 
@@ -51,16 +80,17 @@ def echoed_logprobs(
     token_ids: Sequence[int],
     records: Sequence[TokenLogprobs],
     num_top: int,
-    token_text: Callable[[int], str],
+    spelling: TokenSpelling,
 ) -> dict[str, LongList]:
     """The same for a prompt that is echoed; its first token follows nothing and has none."""
+    token_text = spelling.text
     return {
         "tokens": LongList(lambda: map(token_text, token_ids)),
         "token_logprobs": LongList(lambda: chain((None,), (_finite(each.logprob) for each in records))),
         "top_logprobs": LongList(
             lambda: chain((None,), (_top(each, token_text, num_top) for each in records))
         ),
-        "text_offset": LongList(lambda: _offsets(map(token_text, token_ids), 0)),
+        "text_offset": LongList(lambda: _offsets(token_ids, spelling, TEXT_START)),
     }
 
 
@@ -69,10 +99,11 @@ def joined(first: LongList, second: LongList) -> LongList:
     return LongList(lambda: chain(first, second))
 
 
-def _offsets(tokens: Iterable[str], offset: int) -> Iterator[int]:
-    for token in tokens:
-        yield offset
-        offset += len(token)
+def _offsets(token_ids: Iterable[int], spelling: TokenSpelling, place: TextPlace) -> Iterator[int]:
+    """Tokens that share a character have the same one."""
+    for token_id in token_ids:
+        yield place.offset
+        place = place.behind(spelling.bytes(token_id) or b"")
 
 
 def _top(

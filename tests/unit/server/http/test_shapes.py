@@ -23,7 +23,14 @@ from engine import (
     TokenLogprobs,
 )
 from engine.plan.metrics.tenant_shares import ANONYMOUS, OTHERS
-from server.api.openai.logprobs import TokenSpelling, chat_logprobs, completion_logprobs
+from server.api.openai.logprobs import (
+    TEXT_START,
+    TextPlace,
+    TokenSpelling,
+    chat_logprobs,
+    completion_logprobs,
+    place_behind,
+)
 from server.http.auth import KeyRing, read_keys
 from server.http.errors import error_reply, invalid, shown
 from server.http.key_file import RESERVED, ApiKey
@@ -70,12 +77,31 @@ def test_text_that_is_sent_back_is_short() -> None:
 def test_a_token_that_cannot_be_drawn_is_still_json() -> None:
     logprobs = [TokenLogprobs(65, -math.inf, 3, ((66, -0.5), (66, -1.0), (65, -math.inf)))]
     spelling = TokenSpelling(chr, lambda token_id: None)
-    shapes = completion_logprobs(logprobs, chr, 10), chat_logprobs(logprobs, spelling)
+    shapes = completion_logprobs(logprobs, spelling, TextPlace(10)), chat_logprobs(logprobs, spelling)
     for shape in shapes:
         encode_event(shape)
     assert shapes[0]["token_logprobs"] == [-9999.0]
     assert shapes[0]["top_logprobs"] == [{"B": -0.5, "A": -9999.0}]
     assert shapes[0]["text_offset"] == [10]
+
+
+def test_tokens_stand_where_their_characters_do_in_the_text() -> None:
+    """A character that several tokens share is one of the text, however the deltas cut it."""
+    text = "é🦀 你"
+    spelling = TokenSpelling(
+        lambda byte: bytes([byte]).decode("utf-8", "replace"), lambda byte: bytes([byte])
+    )
+    logprobs = [TokenLogprobs(byte, -0.5, 1, ()) for byte in text.encode()]
+    expected = [text.index(char) for char in text for _ in char.encode()]
+    for size in (1, 2, len(logprobs)):
+        place = TEXT_START
+        found: list[object] = []
+        for start in range(0, len(logprobs), size):
+            part = logprobs[start : start + size]
+            found += completion_logprobs(part, spelling, place)["text_offset"]
+            place = place_behind((each.token_id for each in part), spelling, place)
+        assert found == expected
+        assert place == TextPlace(len(text))
 
 
 def test_an_event_is_one_line_of_ascii() -> None:
