@@ -175,6 +175,7 @@ class EngineLoop:
 
     async def _step(self) -> None:
         started = self._clock()
+        self._wake.clear()  # what is noted from here on must not be waited for
         self._metrics.begin_step(started)
         self._report(started)
         self._run_ahead.choose_arm(len(self._batcher.running))
@@ -182,7 +183,6 @@ class EngineLoop:
         began = started if ahead is None else self._landed_at  # when the device was done with the last one
         decision = self._decision = ahead or await self._decide()
         if decision.inputs is None and not decision.preempted and self._batcher.waits_for_disk:
-            self._wake.clear()
             await self._wake.wait()
         elif decision.inputs is None:
             self._empty_steps += 1

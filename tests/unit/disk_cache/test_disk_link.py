@@ -160,3 +160,27 @@ async def test_a_crowd_over_a_small_pool_and_a_shared_disk(tmp_path: Path) -> No
             prompts = [[10 * (i % 4) + 1] * (8 * (i % 4 + 1)) + PROMPT[: 5 * (i % 7) + 1] for i in range(24)]
             await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
     assert num_read(engine) > 0
+
+
+async def test_what_is_cancelled_while_a_step_is_decided_does_not_wait_for_the_disk(tmp_path: Path) -> None:
+    HangingFiles.let.clear()
+    try:
+        async with disk_engine(tmp_path / "kv", kind=HangingFiles) as engine:
+            loop = engine.engine._loop
+            assert loop is not None
+
+            async def draft_once() -> bool:
+                """As if a step had waited for a drafter in vain, while the request's client left."""
+                stream.close()
+                return False
+
+            loop._run_ahead.draft_once = draft_once  # type: ignore[method-assign]
+            sampling = SamplingParams(max_tokens=NUM_OUTPUT)
+            stream = engine.engine.submit(GenerationRequest("a", PROMPT, sampling))
+            try:
+                left = await asyncio.wait_for(collect(stream), 5)
+            finally:
+                HangingFiles.let.set()
+            assert left.finish.reason is FinishReason.ABORT
+    finally:
+        HangingFiles.let.set()
