@@ -312,6 +312,8 @@ class Engine:
             if record.request_id not in idle:
                 batcher.add(record)
             self._requests.open(record, stream, request.group)
+        for record in records:
+            self._time_limits.watch(record)  # all are open: what has passed by now ends a part of the reply
             if record.request_id in idle:
                 self._end(record.request_id, Ending(FinishReason.LENGTH))
         if self._loop is not None:

@@ -144,7 +144,7 @@ class OpenRequests:
         await self._none_open.wait()
 
     def open(self, request: Request, stream: RequestStream, group: str | None = None) -> None:
-        """Take a request that was accepted, as one of its group's choices. It may have ended on return."""
+        """Take a request that was accepted, as one of its group's choices. Its time is yet to be watched."""
         self._counts.open(request.request_id, group)
         self._requests[request.request_id] = request
         self._streams[request.request_id] = stream

@@ -26,6 +26,18 @@ def submit(
     return harness.engine.submit(GenerationRequest(name, PROMPT, sampling, deadline=deadline))
 
 
+def submit_choices(
+    harness: Harness, number: int, deadline_s: float | None = None, name: str = "reply"
+) -> list[RequestStream]:
+    sampling = SamplingParams(max_tokens=4, temperature=0.0)
+    deadline = None if deadline_s is None else harness.engine.now() + deadline_s
+    choices = [
+        GenerationRequest(f"{name}-{choice}", PROMPT, sampling, group=name, deadline=deadline)
+        for choice in range(number)
+    ]
+    return harness.engine.submit_all(choices)
+
+
 async def test_a_deadline_ends_running_and_waiting_requests_in_the_middle_of_a_step() -> None:
     hang = Hang(3)
     async with running_engine(EngineShape(max_num_seqs=1), before=hang) as harness:
@@ -61,6 +73,23 @@ async def test_a_deadline_that_passes_while_the_request_is_taken_leaves_no_drain
         late = await collect(submit(harness, "a", 0.5))
         assert late.finish.reason is FinishReason.DEADLINE
         await asyncio.wait_for(harness.engine.drain(60.0), 2)
+
+
+async def test_choices_whose_deadline_passes_while_they_are_taken_are_one_request() -> None:
+    clock = ManualClock()
+    async with running_engine(clock=clock) as harness:
+        add = harness.parts.batcher.add
+
+        def add_slowly(request: Request) -> None:
+            add(request)
+            clock.advance(1.0)
+
+        harness.parts.batcher.add = add_slowly  # type: ignore[method-assign]
+        results = await asyncio.gather(*map(collect, submit_choices(harness, 3, 0.5)))
+        assert {result.finish.reason for result in results} == {FinishReason.DEADLINE}
+        metrics = harness.engine.metrics
+        assert (metrics.requests_started, metrics.deadlines_missed) == (1, 1)
+        assert metrics.requests_finished[FinishReason.DEADLINE] == 1
 
 
 async def test_a_deadline_that_has_passed_is_refused_and_kept_nowhere() -> None:
