@@ -392,6 +392,8 @@ class Engine:
         """A request's time is up, be it the deadline's or the queue's."""
         assert self._loop is not None
         if isinstance(error, Overloaded):
+            if self._requests.has_begun(request.request_id):
+                return  # its reply is being computed, and a choice waits for a seat
             error.retry_after_s = self._retry_after_s(len(self._loaded.batcher.queue))
             self._loop.end_now(request.request_id, Ending(FinishReason.ABORT, error, abort="timeout"))
         else:

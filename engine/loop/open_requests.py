@@ -67,6 +67,10 @@ class RequestCounts:
             return []
         return [other for other, group in self._group_of.items() if group == name]
 
+    def ended_beside(self, request_id: str) -> Ending | None:
+        """How choices of an open one's group have ended, the gravest of them; None while all are open."""
+        return self._gravest.get(self._group_of[request_id])
+
     def close(self, request_id: str, ending: Ending) -> None:
         """A choice has ended; with the last one its group has."""
         name = self._group_of.pop(request_id)
@@ -139,6 +143,13 @@ class OpenRequests:
         """The requests of the reply that one belongs to; none if one has ended, nor of what is read ahead."""
         return [self._requests[choice] for choice in self._counts.choices_beside(request_id)]
 
+    def has_begun(self, request_id: str) -> bool:
+        """True once a step has computed for any choice of the reply that an open one belongs to. O(open)."""
+        ended = self._counts.ended_beside(request_id)
+        if ended is not None:
+            return ended.reason is not FinishReason.ABORT
+        return any(choice.first_scheduled_time is not None for choice in self.reply_of(request_id))
+
     async def wait_until_none(self) -> None:
         """Return when no request is open."""
         await self._none_open.wait()
@@ -149,7 +160,6 @@ class OpenRequests:
         self._requests[request.request_id] = request
         self._streams[request.request_id] = stream
         self._none_open.clear()
-        self._time_limits.watch(request)  # last: if its time has passed by now, this ends it
 
     def put(self, token: CommittedToken, logprobs: TokenLogprobs | None, now: float) -> str | None:
         """Hand a committed token to its stream; the stop string it completes. Raises what decoding does."""

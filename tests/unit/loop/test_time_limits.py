@@ -117,6 +117,23 @@ async def test_a_wait_longer_than_allowed_ends_with_overloaded_and_a_run_does_no
         assert harness.engine.metrics.request_aborts["timeout"] == 1
 
 
+async def test_a_reply_that_has_begun_may_have_its_other_choices_wait_for_a_seat() -> None:
+    hang = Hang(2)
+    limits = EngineLimits(queue_timeout_s=0.2)
+    async with running_engine(EngineShape(max_num_seqs=1), before=hang, limits=limits) as harness:
+        choices = submit_choices(harness, 3)
+        waiting = submit_choices(harness, 2, name="later")
+        await asyncio.to_thread(hang.entered.wait, 10)
+        late = await asyncio.wait_for(asyncio.gather(*map(collect, waiting)), 5)
+        await asyncio.sleep(0.1)
+        hang.release.set()
+        results = await asyncio.gather(*map(collect, choices))
+        assert [result.token_ids for result in results] == 3 * [expected_output(PROMPT, 4)]
+        assert {result.finish.reason for result in late} == {FinishReason.ABORT}, "none of it has begun"
+        metrics = harness.engine.metrics
+        assert (metrics.requests_rejected["queue_timeout"], metrics.request_aborts["timeout"]) == (1, 1)
+
+
 async def test_the_queue_timeout_counts_from_the_submission() -> None:
     clock = ManualClock()
     limits = EngineLimits(queue_timeout_s=5.0)
