@@ -152,7 +152,10 @@ class ContinuousBatcher:
         if request is None:
             return False
         request.reprioritize(priority, deadline)
+        self.queue.unhold(request_id)  # nobody waits for who is less urgent: see PrefixLookup.leader
         if request_id in self.queue:
+            if self.queue.held_for(request_id) != disk_hold(request_id):
+                self.queue.release(request_id)
             self.queue.reprioritize(request_id)
         return True
 

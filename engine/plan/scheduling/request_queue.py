@@ -102,6 +102,11 @@ class RequestQueue:
                 del self._held[request_id]
                 self._push(self._waiting[request_id])
 
+    def release(self, request_id: str) -> None:
+        """Return a waiting request to its place, whatever it is held for."""
+        if self._held.pop(request_id, None) is not None:
+            self._push(self._waiting[request_id])
+
     def held_for(self, request_id: str) -> str | None:
         """The request that this one is held for; None when it is not held."""
         return self._held.get(request_id)

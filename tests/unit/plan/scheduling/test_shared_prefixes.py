@@ -193,6 +193,23 @@ def test_nobody_is_held_for_someone_less_urgent() -> None:
     assert shape_of(run_step(batcher, runner)[0]) == [("high", 0, 6, False)]
 
 
+@pytest.mark.parametrize(("name", "priority"), [("b", -10), ("a", 10)])
+def test_nobody_stays_held_for_someone_who_becomes_less_urgent(name: str, priority: int) -> None:
+    batcher, runner = make(max_num_batched_tokens=4, policy="priority")
+    a, b = (
+        make_request(each, [*PREFIX, 9, 9, 9, 9, place], arrival=place) for place, each in enumerate("ab")
+    )
+    for request in (a, b):
+        batcher.add(request)
+    run_step(batcher, runner)
+    run_step(batcher, runner)
+    assert batcher.queue.held_for("b") == "a"
+    batcher.reprioritize(name, priority=priority)
+    assert shape_of(run_step(batcher, runner)[0]) == [("b", 0, 4, False)]
+    run_all(batcher, runner)
+    assert_text_is_right(a, b)
+
+
 def test_who_shares_nothing_more_is_not_held() -> None:
     batcher, runner = make()
     for name in "ab":
