@@ -334,7 +334,7 @@ class EngineLoop:
                 continue  # ended while the step ran
             records = [record for record in result.prompt_logprobs[start:end] if record is not None]
             if len(records) < end - start:
-                self._fail(request, "sampler", "the prompt could not be scored")
+                self._fail(request, "sampler", "the prompt could not be scored", request.num_prompt_tokens)
             else:
                 stream = self._requests.stream(request.request_id)
                 stream.put_prompt_logprobs(scheduled.first_position, records)
@@ -354,7 +354,7 @@ class EngineLoop:
                 stop = self._requests.put(token, logprobs[token.row] if logprobs is not None else None, now)
             except Exception as error:
                 log.error("the output of a request could not be decoded", extra=frames_of(error))
-                self._fail(token.request, "detokenizer", "the output could not be decoded")
+                self._fail(token.request, "detokenizer", "the output could not be decoded", token.num_tokens)
                 continue
             if stop is not None or token.finish_reason is not None:
                 self._finish(token, stop)
@@ -374,10 +374,13 @@ class EngineLoop:
             ending = Ending(reason, stop_reason=token.token_id if asked_for else None)
             self._requests.finish(request, ending)
 
-    def _fail(self, request: Request, stage: str, message: str) -> None:
+    def _fail(self, request: Request, stage: str, message: str, num_tokens: int | None = None) -> None:
+        """End a request by a fault of ours, of its tokens those behind the first `num_tokens` undelivered."""
         log.warning("a request failed: %s", message)
         self._metrics.count_error(stage)
         self._batcher.finish(request.request_id, FinishReason.ERROR)
+        if num_tokens is not None:
+            request.cut(num_tokens)
         self._requests.finish(request, Ending(FinishReason.ERROR, RequestFailed(message, stage)))
 
     def _report(self, now: float) -> None:

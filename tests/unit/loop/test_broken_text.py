@@ -11,7 +11,9 @@ import pytest
 from engine.errors import InvalidRequest, RequestFailed
 from engine.loop.stream import RequestStream
 from engine.plan.request import FinishReason
+from engine.text.detokenizer import TextDelta
 from tests.support.engines import Harness, collect, running_engine
+from tests.support.fake_drafters import FakeDrafter
 from tests.support.fakes import expected_output
 
 PROMPT = [1, 1]
@@ -29,6 +31,12 @@ class Broken:
         if self.num_tokens >= self.at:
             raise ValueError("no such bytes")
         return "x" * len(token_ids)
+
+    def push(self, token_ids: Sequence[int]) -> TextDelta:
+        return TextDelta(self.decode(token_ids), None, len(token_ids))
+
+    def flush(self) -> TextDelta:
+        return TextDelta("", None, 0)
 
 
 def submit_broken(harness: Harness, at: int, monkeypatch: pytest.MonkeyPatch) -> RequestStream:
@@ -50,6 +58,18 @@ async def test_nothing_comes_after_text_that_fails_but_the_error(
         assert broken.num_deltas == 1 or at > 1, "nothing shows that it began"
         assert whole.token_ids == expected_output([2, 2], 10)
         assert harness.engine.metrics.engine_errors == {"detokenizer": 1}
+
+
+async def test_tokens_behind_text_that_fails_are_counted_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = FakeDrafter(method="ngram", alpha=1.0, is_cheap=True)
+    async with running_engine(drafters=[drafter]) as harness:
+        stream = harness.submit(PROMPT, max_tokens=10, stop=("never",))
+        monkeypatch.setattr(stream, "_detokenizer", Broken(at=2))
+        broken = await collect(stream)
+        metrics = harness.engine.metrics
+        assert metrics.speculation.num_accepted > 0, "the second token was not the last of its step"
+        assert (broken.finish.reason, broken.finish.num_output_tokens) == (FinishReason.ERROR, 2)
+        assert (metrics.generation_tokens, metrics.request_generation_tokens.sum) == (2, 2)
 
 
 async def test_text_that_fails_after_the_request_has_ended_is_an_error_too(
