@@ -12,6 +12,8 @@ from huggingface_hub import CachedRepoInfo, CachedRevisionInfo, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 from safetensors import safe_open
 
+from config import ModelSettings
+from engine.compute.embedding.folder import is_embedding_folder, read_folder
 from engine.compute.loading.gguf_file import GgufFile, part_paths, read_gguf
 from engine.compute.loading.gguf_settings import read_gguf_config
 from engine.compute.loading.hub_files import HubName, gguf_models, has_safetensors, short_pick
@@ -75,13 +77,25 @@ def _directory(name: str, revision: str | None, kept_in: str, directory: Path) -
     reason, stored = None, "safetensors" if any(path.suffix == ".safetensors" for path in weights) else "-"
     with _unused(paths):
         try:
-            check_model_files(directory)
-            stored = f"safetensors {_numbers_in(directory)}"
-            read_architecture(directory)
+            if is_embedding_folder(directory):
+                stored = _check_embedder(directory)
+            else:
+                check_model_files(directory)
+                stored = f"safetensors {_numbers_in(directory)}"
+                read_architecture(directory)
         except StartRefused as refusal:
             reason = str(refusal)
     size = sum(path.stat().st_size for path in paths)
     return StoredModel(name, revision, kept_in, str(directory), size, stored, last_used, reason)
+
+
+def _check_embedder(directory: Path) -> str:
+    """How a model that embeds or scores texts is stored. Raises StartRefused for one that is not served."""
+    from engine.compute.embedding.embedder import describe_embedder  # a list without one goes without it
+
+    folder = read_folder(directory)
+    describe_embedder(folder, ModelSettings())
+    return f"safetensors {_numbers_in(folder.directory)}"
 
 
 def _gguf(name: str, revision: str | None, kept_in: str, path: Path) -> StoredModel:

@@ -12,6 +12,7 @@ import pytest
 from engine.startup import stored_models
 from engine.startup.diagnosis import StoredModel
 from engine.startup.stored_models import list_models
+from tests.support.tiny_embedders import save_cross_encoder, save_embedder
 from tests.support.tiny_gguf import save_tiny_gguf
 from tests.support.tiny_models import save_tiny_model
 
@@ -75,6 +76,16 @@ def test_what_cannot_be_served_says_why(cache: Path, tmp_path: Path) -> None:
     found = listed(tmp_path)
     assert "only pytorch_model.bin" in (found["org/pickled"].reason or "")
     assert found["org/xlstm"].reason
+
+
+def test_models_that_embed_or_score_texts_can_be_served(cache: Path, tmp_path: Path) -> None:
+    save_embedder(snapshot(cache, "org/vectors"))
+    save_cross_encoder(snapshot(cache, "org/scores"))
+    save_cross_encoder(snapshot(cache, "org/three"), num_labels=3)
+    found = listed(tmp_path)
+    assert (found["org/vectors"].reason, found["org/vectors"].stored) == (None, "safetensors F32")
+    assert found["org/scores"].reason is None
+    assert "3 scores" in (found["org/three"].reason or "")
 
 
 def test_the_last_used_come_first_and_looking_is_no_use(cache: Path, tmp_path: Path) -> None:
