@@ -7,6 +7,7 @@ model builds itself, keys that come from another layer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -202,13 +203,18 @@ def _in_chunks(index: int, layer: LayerKv, config: PreTrainedConfig) -> LayerKv:
 
 
 def _check_window(index: int, layer: LayerKv, config: PreTrainedConfig) -> None:
-    """What the layer hands on must be what the configuration promises, or a window would be lost silently."""
+    """What the layer hands on must be what the configuration promises, or a window would be lost silently.
+
+    One as wide as the whole context leaves no token out: Phi-3.5-MoE promises it, and nobody hands it on.
+    """
     layer_types = getattr(config, "layer_types", None)
     declared = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
         declared = None
     if layer_types is not None:
         declared = declared if layer_types[index] == SLIDING_ATTENTION else None
+    if layer.window is None and declared and declared >= getattr(config, "max_position_embeddings", math.inf):
+        return
     if layer.window != (declared or None):
         raise UnsupportedModel(
             f"The architecture {config.model_type!r} cannot be served exactly: layer {index} attends with a "

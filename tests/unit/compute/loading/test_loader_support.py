@@ -22,6 +22,7 @@ from transformers import (
     DogeForCausalLM,
     NemotronConfig,
     OPTConfig,
+    PhimoeConfig,
     PreTrainedModel,
     SmolLM3Config,
     StableLmConfig,
@@ -221,6 +222,17 @@ def test_a_layer_that_does_not_play_by_the_rules_is_caught(
     break_it(model.model.layers[0].self_attn)
     with pytest.raises(UnsupportedModel, match=reason):
         probe_layers(model, model.config)
+
+
+def test_a_window_as_wide_as_the_context_may_stay_unsaid() -> None:
+    def probed(window: int) -> Any:
+        config = PhimoeConfig(**SIZES, sliding_window=window, num_local_experts=2, num_experts_per_tok=1)
+        return probe_layers(make(config), config)
+
+    width = SIZES["max_position_embeddings"]
+    assert [layer.window for layer in probed(width).layers] == [None, None]
+    with pytest.raises(UnsupportedModel, match=f"its configuration says {width - 1}"):
+        probed(width - 1)
 
 
 def test_layers_that_attend_to_parts_of_others_keys_are_caught() -> None:
