@@ -115,7 +115,9 @@ def _run(model: PreTrainedModel) -> tuple[_Seen, Tensor]:
             )
     except _Refusal as refusal:
         raise UnsupportedModel(f"{type(model).__name__} cannot be served exactly: {refusal}.") from None
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, RuntimeError) as error:  # the last for shapes, too
         raise UnsupportedModel(
             f"{type(model).__name__} cannot be served exactly: its forward pass does not accept a packed row "
             f"({first_line(error)})."

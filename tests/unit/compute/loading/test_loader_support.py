@@ -200,6 +200,10 @@ def lose_window(module: Any) -> None:
     module.sliding_window = None
 
 
+def misfit_output(module: Any) -> None:
+    module.o_proj = nn.Linear(96, 64)
+
+
 def _attend(module: Any, hidden: torch.Tensor, key: torch.Tensor, options: dict[str, Any]) -> Any:
     query = hidden.view(1, hidden.shape[1], 4, 16).transpose(1, 2)
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, None)
@@ -212,6 +216,7 @@ def _attend(module: Any, hidden: torch.Tensor, key: torch.Tensor, options: dict[
     ("family", "break_it", "reason"),
     [
         ("llama", swallow_keywords, "does not pass keywords on"),
+        ("llama", misfit_output, r"does not accept a packed row \(mat1 and mat2 shapes"),
         ("gemma2", lose_window, "layer 0 attends with a window of None, its configuration says 8"),
     ],
 )
