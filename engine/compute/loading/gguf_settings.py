@@ -62,7 +62,8 @@ _MORE_TABLES: dict[str, dict[str, str | None]] = {
 }
 _VOCABULARY = "tokenizer.ggml.tokens"
 # Settings that must repeat the size of a head: anything else is a model with another shape of attention.
-_HEAD_SIZES = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+_ROTATED = "rope.dimension_count"
+_HEAD_SIZES = ("attention.key_length", "attention.value_length", _ROTATED)
 # The 27B models of Gemma 2 and 3, by their number of layers: what they divide queries by is in no GGUF file.
 _UNSTATED_SCALING = frozenset({("gemma2", 46), ("gemma3_text", 62)})
 # How far Llama 3's scaling was trained from (Grattafiori et al., "The Llama 3 Herd of Models", 2024).
@@ -163,7 +164,9 @@ def _check_nothing_lost(
         if not name.startswith(f"{architecture}."):
             continue
         setting = name.removeprefix(f"{architecture}.")
-        if setting in _HEAD_SIZES:
+        if setting == _ROTATED:  # of some architectures a part of a head
+            lost = value != int(head_size * _rotated_part(config))
+        elif setting in _HEAD_SIZES:
             lost = value != head_size
         else:
             lost = isinstance(value, GgufList) or setting not in known | {"rope.freq_base", "vocab_size"}
@@ -173,6 +176,12 @@ def _check_nothing_lost(
         raise UnsupportedModel(
             f"The GGUF file of a {config.model_type} of this size does not say how queries scale."
         )
+
+
+def _rotated_part(config: PreTrainedConfig) -> float:
+    """How much of each head is rotated."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return float(rope.get("partial_rotary_factor", 1.0))
 
 
 def _find_scaling(config: PreTrainedConfig, factors: Any) -> dict[str, Any]:
