@@ -121,6 +121,16 @@ def test_threads_end_with_their_team(kernels: NativeKernels) -> None:
 def test_loops_are_numbered_anew_before_their_numbers_end(kernels: NativeKernels, tmp_path: Path) -> None:
     """After some months of load: a piece of a loop that nobody takes would never be done."""
     made, flags = tmp_path / "team", choose_build(torch.float32).flags
-    command = [find_compiler(), "-O1", "-std=c++20", "-pthread", "-Wno-psabi", *flags, "-o", made, PROGRAM]
+    command = [
+        find_compiler(),
+        "-O1",
+        "-std=c++20",
+        "-pthread",
+        "-Wno-psabi",
+        *flags,
+        "-o",
+        str(made),
+        str(PROGRAM),
+    ]
     subprocess.run(command, check=True, timeout=100)
     subprocess.run([made], check=True, timeout=20)
