@@ -305,8 +305,9 @@ class Engine:
         with self._counts.refusals():
             self._check_open()
             self._admission.check_tokens(queued, batcher.queue, min((r.priority for r in queued), default=0))
-        for place, record in enumerate(queued):
-            self._check_deadline(record, queued[:place])
+        for place, record in enumerate(queued, start=1):
+            if place == len(queued) or queued[place].fork_of is None:  # the last choice of a prompt ends last
+                self._check_deadline(record, queued[: place - 1])
         streams = [self._make_stream(request) for request in requests]
         for request, record, stream in zip(requests, records, streams, strict=True):
             if record.request_id not in idle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from engine.plan.metrics.histogram import Histogram
@@ -24,19 +25,35 @@ class _Replies:
     def __init__(self) -> None:
         self.steps = Histogram(_BOUNDS)
         self.paces = Histogram(_PACES)  # tokens a step
-
-    @property
-    def is_known(self) -> bool:
-        """True once there are enough to judge the next by."""
-        return self.steps.count >= _KNOWN
+        self.is_known = False  # True once there are enough to judge the next by
+        self._found: dict[tuple[float, int], float] = {}  # quantiles, until the next reply
 
     def observe(self, num_tokens: float, num_steps: float) -> None:
         """One more; what is old counts less in time."""
+        self._found.clear()
         self.steps.observe(num_steps)
         self.paces.observe(num_tokens / num_steps)
+        self.is_known = self.is_known or self.steps.count >= _KNOWN
         if self.steps.count >= _FORGET_AT:
             for histogram in (self.steps, self.paces):
                 histogram.counts = [count // 2 for count in histogram.counts]
+
+    def pace(self, share: float) -> float:
+        """Tokens a step, at least; with a probability of `share` no fewer."""
+        key = share, -1
+        if key not in self._found:
+            self._found[key] = max(1.0, self.paces.quantile(1 - share))
+        return self._found[key]
+
+    def steps_beyond(self, so_far: int, share: float) -> float:
+        """The steps of those that took more than `so_far`, as far as the buckets tell: as many of them."""
+        bucket = bisect_right(self.steps.bounds, so_far)  # the first whose bound is above
+        key = share, bucket
+        if key not in self._found:
+            longer = Histogram(self.steps.bounds)
+            longer.counts[bucket:] = self.steps.counts[bucket:]
+            self._found[key] = longer.quantile(share)
+        return self._found[key]
 
 
 class ReplySteps:
@@ -74,12 +91,12 @@ class ReplySteps:
         kinds = _kinds(request)
         replies = self._known(kinds[:_NUM_OWN] if only_own else kinds)
         if replies is not None:
-            pace = max(1.0, replies.paces.quantile(1 - share))
+            pace = replies.pace(share)
         num_tokens, so_far = request.num_output_tokens, request.num_token_steps
         most = request.sampling.max_tokens - num_tokens
         steps = (request.least_output_tokens - num_tokens) / pace
         if replies is not None and request.least_output_tokens < request.sampling.max_tokens:
-            steps = max(steps, _beyond(replies.steps, so_far).quantile(share) - so_far)
+            steps = max(steps, replies.steps_beyond(so_far, share) - so_far)
         return max(1.0, min(steps, most))
 
     def _known(self, kinds: Sequence[Kind]) -> _Replies | None:
@@ -92,13 +109,3 @@ def _kinds(request: Request) -> tuple[Kind, ...]:
     """The kinds that a reply is of, the narrowest first."""
     tenant, endpoint = request.tenant, request.endpoint
     return ((tenant, endpoint, request.sampling.max_tokens.bit_length()), (tenant, endpoint), (endpoint,), ())
-
-
-def _beyond(steps: Histogram, so_far: int) -> Histogram:
-    """The longer ones of them, as far as the buckets tell."""
-    longer = Histogram(steps.bounds)
-    longer.counts = [
-        count * (index == len(steps.bounds) or steps.bounds[index] > so_far)
-        for index, count in enumerate(steps.counts)
-    ]
-    return longer

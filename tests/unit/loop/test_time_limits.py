@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -32,7 +33,12 @@ def submit_choices(
     sampling = SamplingParams(max_tokens=4, temperature=0.0)
     deadline = None if deadline_s is None else harness.engine.now() + deadline_s
     choices = [
-        GenerationRequest(f"{name}-{choice}", PROMPT, sampling, group=name, deadline=deadline)
+        GenerationRequest(
+            *(f"{name}-{choice}", PROMPT, sampling),
+            group=name,
+            deadline=deadline,
+            fork_of=f"{name}-0" if choice else None,
+        )
         for choice in range(number)
     ]
     return harness.engine.submit_all(choices)
@@ -90,6 +96,19 @@ async def test_choices_whose_deadline_passes_while_they_are_taken_are_one_reques
         metrics = harness.engine.metrics
         assert (metrics.requests_started, metrics.deadlines_missed) == (1, 1)
         assert metrics.requests_finished[FinishReason.DEADLINE] == 1
+
+
+async def test_the_last_choice_of_a_prompt_is_judged_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[tuple[str, list[str]]] = []
+
+    def can_meet(request: Request, before: Sequence[Request]) -> bool:
+        judged.append((request.request_id, [other.request_id for other in before]))
+        return True
+
+    async with running_engine() as harness:
+        monkeypatch.setattr(harness.parts.batcher, "can_meet", can_meet)
+        await asyncio.gather(*map(collect, submit_choices(harness, 3, 60.0)))
+        assert judged == [("reply-2", ["reply-0", "reply-1"])], "each look is at all that wait"
 
 
 async def test_a_deadline_that_has_passed_is_refused_and_kept_nowhere() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from engine.plan.metrics.histogram import Histogram
 from engine.plan.request import FinishReason, Request
 from engine.plan.scheduling.batcher import ContinuousBatcher
 from engine.plan.scheduling.reply_steps import ReplySteps
@@ -50,6 +53,23 @@ def test_what_is_there_already_is_taken_into_account() -> None:
     assert lengths.remaining(reply(), 0.5) < 11
     assert lengths.remaining(reply(100), 0.5) >= 140
     assert lengths.remaining(reply(900), 0.5) == 1, "longer than anyone before"
+
+
+def test_a_crowd_that_is_alike_has_the_counts_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = served(ReplySteps(), *range(1, 201))
+    num_read = 0
+    quantile = Histogram.quantile
+
+    def counting(histogram: Histogram, share: float) -> float:
+        nonlocal num_read
+        num_read += 1
+        return quantile(histogram, share)
+
+    monkeypatch.setattr(Histogram, "quantile", counting)
+    assert len({lengths.remaining(reply(), 0.5) for _ in range(300)}) == 1
+    assert num_read <= 2, "of the steps and of the pace"
+    before = lengths.remaining(reply(), 0.5)
+    assert served(lengths, *[500] * 200).remaining(reply(), 0.5) > before, "what is served since counts"
 
 
 def test_limits_of_the_request_hold() -> None:
