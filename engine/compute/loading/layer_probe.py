@@ -215,7 +215,8 @@ def _check_window(index: int, layer: LayerKv, config: PreTrainedConfig) -> None:
         declared = None
     if layer_types is not None:
         declared = declared if layer_types[index] == SLIDING_ATTENTION else None
-    if layer.window is None and declared and declared >= getattr(config, "max_position_embeddings", math.inf):
+    width = getattr(config, "max_position_embeddings", None) or math.inf
+    if layer.window is None and isinstance(declared, int) and declared >= width:
         return
     if layer.window != (declared or None):
         raise UnsupportedModel(

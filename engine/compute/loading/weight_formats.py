@@ -21,6 +21,7 @@ from engine.compute.loading.coded_weights import (
     float_codes,
     integer_codes,
 )
+from engine.compute.loading.model_files import first_line
 from engine.compute.loading.stored_weights import FLOAT_SPAN, Stored, StoredFloats, StoredMxfp4
 
 Parts = Mapping[str, Tensor]  # the tensors of one projection, by the last part of their names
@@ -108,11 +109,16 @@ def read_weight_format(settings: Mapping[str, Any]) -> WeightFormat:
     method = settings.get("quant_method")
     if method is None and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
         method = "bitsandbytes"
-    if method not in _READERS:
+    if not isinstance(method, str) or method not in _READERS:
         raise FormatRefused(
             f"its weights are quantized by {method!r}, which is not known (quantization_config)"
         )
-    return _READERS[method](settings)
+    try:
+        return _READERS[method](settings)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:  # of a value that no format has
+        raise FormatRefused(
+            f"its quantization_config is not what {method} has ({first_line(error)})"
+        ) from error
 
 
 def unpack_integers(words: Tensor, bits: int) -> Tensor:

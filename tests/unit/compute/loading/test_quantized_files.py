@@ -167,6 +167,13 @@ def test_blocks_hold_exactly_what_integers_with_a_scale_stand_for(
             compressed_w8a8().settings | {"transform_config": {"config_groups": {"R1": {}}}},
             "a transform_config",
         ),
+        ({"quant_method": ["gptq"]}, "which is not known"),
+        ({"quant_method": "awq", "group_size": None}, r"is not what awq has \(int\(\) argument"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "is not what fp8 has"),
+        (
+            compressed_w8a8().settings | {"config_groups": {"group_0": None}},
+            "is not what compressed-tensors has",
+        ),
     ],
 )
 def test_what_cannot_be_served_as_stored_is_refused_by_name(settings: dict[str, Any], reason: str) -> None:
