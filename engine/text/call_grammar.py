@@ -27,6 +27,7 @@ class CallGrammar:
         self._literal = literal
         self._value = value
         self._rules: list[str] = []
+        self._names: dict[CallPart, str] = {}  # of the rules of parts: many calls have the same ones
 
     def text(self, lead: str) -> str:
         """The rules; the first is `start`. `lead` are the terminals that a reply begins with."""
@@ -87,12 +88,19 @@ class CallGrammar:
         return " ".join(map(self._part, _joined(parts)))
 
     def _part(self, part: CallPart) -> str:
-        match part:
-            case str():
-                return self._literal(part)
-            case Repeated(options=options, most=most):
-                choice = " | ".join(map(self._sequence, options))
-                return f"({choice})" + ("*" if most is None else f"{{0,{most}}}")
+        if isinstance(part, str):
+            return self._literal(part)
+        if part not in self._names:
+            self._names[part] = self._named(part)
+        return self._names[part]
+
+    def _named(self, part: CallPart) -> str:
+        """The name of what a part is."""
+        if isinstance(part, Repeated):
+            choice = " | ".join(map(self._sequence, part.options))
+            name = f"value{len(self._rules)}"
+            self._rules.append(f"{name}: ({choice})" + ("*" if part.most is None else f"{{0,{part.most}}}"))
+            return name
         name = f"value{len(self._rules)}"
         match part:
             case Pattern(regex=regex):

@@ -154,7 +154,9 @@ class ReplyFormat:
         tools = rules.callable_tools
         if not needs_keeping(tools):
             return None
-        form = None if self.tools.forced is None else self.tools.forced(rules)
+        # A frame has one opening.
+        has_frame = self.tools.forced is not None and len(self.tools.openings) == 1
+        form = self.tools.forced(rules) if has_frame and self.tools.forced is not None else None
         if form is not None and form.frame is not None and not any(map(grammar_of, tools)):
             return replace(self.led(form), amid_text=True)
         return self._kept_calls(tools)

@@ -28,10 +28,10 @@ def _llama_forced(rules: ToolRules) -> StructuredOutput:
 
 
 def _kept(
-    openings: tuple[str, ...], after: str = "", key: str = "arguments"
+    openings: tuple[str, ...], after: str = "", *, in_lists: bool = False
 ) -> Callable[[Sequence[ToolSpec]], CallForms]:
-    """One object behind each mark; lists of them are for replies whose form is one of JSON."""
-    return lambda tools: named_objects(tools, openings, key, after)
+    """One object behind each mark; lists of them, too, where templates show both."""
+    return lambda tools: named_objects(tools, openings, "arguments", after, in_lists=in_lists)
 
 
 def _llama_kept(tools: Sequence[ToolSpec]) -> CallForms:
@@ -78,7 +78,7 @@ GRANITE = ToolFormat(
     marks=("<|tool_call|>", "<tool_call>"),
     read=partial(read_json_calls, JsonMarks(("<|tool_call|>", "<tool_call>"))),
     forced=lambda rules: forced_list(rules, "arguments", Frame("<|tool_call|>")),
-    kept=_kept(("<|tool_call|>", "<tool_call>")),
+    kept=_kept(("<|tool_call|>", "<tool_call>"), in_lists=True),
 )
 PHI4_MINI = ToolFormat(
     signs=(("<|tool|>",),),
@@ -86,7 +86,7 @@ PHI4_MINI = ToolFormat(
     marks=("functools", "<|tool_call|>", "<|/tool_call|>"),
     read=partial(read_json_calls, JsonMarks(("functools", "<|tool_call|>"), ("<|/tool_call|>",))),
     forced=lambda rules: forced_list(rules, "arguments", Frame("functools")),
-    kept=_kept(("functools", "<|tool_call|>")),
+    kept=_kept(("functools", "<|tool_call|>"), in_lists=True),
 )
 MISTRAL = ToolFormat(
     signs=(("[TOOL_CALLS]",),),

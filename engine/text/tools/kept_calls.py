@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.text.structured_output import CallForm, CallForms, CallPart, Pattern, StructuredOutput
+from engine.text.structured_output import CallForm, CallForms, CallPart, Pattern, Repeated, StructuredOutput
 from engine.text.tools.tool_spec import INPUT_KEY, ToolSpec
 
 SPACE = Pattern("[ \\n]{0,2}")
@@ -36,8 +36,11 @@ def arguments_object(tool: ToolSpec, before: str, after: str) -> tuple[tuple[Cal
     return (before + RAW_HEAD, grammar, RAW_TAIL + after), True
 
 
-def named_objects(tools: Sequence[ToolSpec], openings: Sequence[str], key: str, after: str) -> CallForms:
-    """Calls as JSON objects of a name and arguments."""
+def named_objects(
+    tools: Sequence[ToolSpec], openings: Sequence[str], key: str, after: str, *, in_lists: bool = False
+) -> CallForms:
+    """Calls as JSON objects of a name and arguments; with `in_lists` a list of them may stand there, too."""
+    lists = _named_lists(tools, openings, key) if in_lists else ()
     return CallForms(
         tuple(
             CallForm(opening, (SPACE, *parts), is_last)
@@ -45,7 +48,20 @@ def named_objects(tools: Sequence[ToolSpec], openings: Sequence[str], key: str, 
             for parts, is_last in (arguments_object(tool, named_head(tool, key), "}" + after),)
             for opening in openings
         )
+        + tuple(lists)
     )
+
+
+def _named_lists(tools: Sequence[ToolSpec], openings: Sequence[str], key: str) -> list[CallForm]:
+    """Lists of calls behind each opening, but of those that end the reply."""
+    calls = [
+        parts
+        for tool in tools
+        for parts, is_last in (arguments_object(tool, named_head(tool, key), "}"),)
+        if not is_last
+    ]
+    more = Repeated(tuple((", ", *call) for call in calls), None)
+    return [CallForm(opening, (SPACE, "[", *call, more, "]")) for call in calls for opening in openings]
 
 
 def named_head(tool: ToolSpec, key: str) -> str:

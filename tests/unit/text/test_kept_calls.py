@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 
 import jsonschema
 import numpy as np
 import pytest
 
+from engine.text.grammar_text import grammar_text
 from engine.text.reply.pieces import CallArguments, CollectedReply
 from engine.text.reply.reply_format import ReplyFormat, Spelling
 from engine.text.structured_output import StructuredOutput
@@ -120,6 +122,40 @@ def test_what_is_called_amid_text_is_of_its_form(name: str) -> None:
                 text = walk.text.decode()
                 seen |= check(form.reader([], rules).whole(text), text)
     assert {"go", "sql", "code"} <= seen
+
+
+@pytest.mark.parametrize("begun", ["", '[{"name": "go", "arguments": ', '{"name": "go", "arguments": '])
+@pytest.mark.parametrize(
+    ("name", "opening"),
+    [
+        ("granite", "<|tool_call|>"),
+        ("granite", "<tool_call>"),
+        ("phi4-mini", "functools"),
+        ("phi4-mini", "<|tool_call|>"),
+    ],
+)
+def test_functions_are_held_behind_every_opening_that_a_call_is_read_behind(
+    name: str, opening: str, begun: str
+) -> None:
+    form, rng, rules = format_of(name), random.Random(name), ToolRules([GO])
+    kept = form.kept(rules)
+    assert kept is not None
+    walk = Walk(kept, rng)
+    assert walk.say(f"Hm. {opening}") and walk.say(begun) and not walk.say("no tool")
+    if walk.go_on(2000):
+        text = walk.text.decode()
+        check(form.reader([], rules).whole(text), text)
+
+
+@pytest.mark.parametrize("name", sorted(set(TOOL_FORMATS) - {"hermes", "mistral", "nemotron"}))
+def test_the_grammar_of_many_functions_grows_as_their_number_does(name: str) -> None:
+    def num_chars(number: int) -> int:
+        tools = [replace(GO, name=f"go{index:03}") for index in range(number)]
+        kept = format_of(name).kept(ToolRules(tools))
+        assert kept is not None
+        return len(grammar_text(kept, {}))
+
+    assert num_chars(120) < 8 * num_chars(30)
 
 
 @pytest.mark.parametrize(("name", "bare"), [("llama3", '{"name": "go", "parameters": '), ("llama4", "[go(")])
