@@ -71,6 +71,8 @@ class CallTeller:
 
     def _tell_arguments(self, text: str) -> None:
         if self._is_told and text:
+            # JSON can spell half of a surrogate pair, which no text may hold.
+            text = text.encode("utf-8", "replace").decode()
             self._tell(CallArguments(self.num_calls - 1, text, self._input is not None))
 
     @property

@@ -313,6 +313,22 @@ def test_an_argument_between_tags_is_what_its_schema_takes(
     assert json.loads(argument_of(f"\n{text}\n", schema)) == expected
 
 
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (HERMES, '<tool_call>{"arguments": {"a": "\\ud83d"}, "name": "add"}</tool_call>'),
+        (HERMES, '<tool_call>{"name": "say", "arguments": {"input": "\\ud83d"}}</tool_call>'),
+        (GEMMA4, '<|tool_call>call:add{a:"\\ud83d"}<tool_call|>'),
+        (LFM2, '<|tool_call_start|>[add(a="\\ud83d")]<|tool_call_end|>'),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_no_text(form: ToolFormat, text: str) -> None:
+    rules = ToolRules([*RULES.tools, ToolSpec("say", is_custom=True)])
+    for parts in ([text], list(text)):
+        (call,) = CollectedReply.of(read(stage_of(form, rules), parts)).calls
+        assert call.is_whole and call.arguments.encode()
+
+
 def test_content_is_not_kept_back_longer_than_it_must_be() -> None:
     stage = stage_of(HERMES)
     assert stage.feed("Hello <b") == [ContentText("Hello <b")]
