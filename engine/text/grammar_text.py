@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
+from typing import Any, TypeGuard
 
 from engine.text.call_grammar import CallGrammar
 from engine.text.source_limits import check_grammar, check_pattern, check_schema, check_size
@@ -16,6 +18,10 @@ _OPTIONS = '%llguidance {"no_forcing": true}\n'
 _WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,32}"
 # With \u a key could be spelled in two ways, and come twice: only for characters that need it.
 _ESCAPES = '"\\bfnrt'
+_UPPER = ("maximum", "exclusiveMaximum")
+_DATA = ("const", "enum", "default", "examples")  # which hold values and no schemas
+_LEAST_STEP = 1e-9
+_MOST_HELD = 1_000_000  # such a step above it is a number of its own
 _NEEDS_U = re.compile(r"\\u00[01]")
 
 
@@ -108,7 +114,31 @@ def _value(schema: dict[str, object]) -> str:
     """The terminal of JSON of this schema."""
     escapes = _ESCAPES + "u" * bool(_NEEDS_U.search(json.dumps(schema)))
     options = {"whitespace_pattern": _WHITESPACE, "json_allowed_escapes": escapes}
-    return "%json " + json.dumps({**schema, "x-guidance": options})
+    return "%json " + json.dumps({**_held_bounds(schema), "x-guidance": options})
+
+
+def _held_bounds(value: Any) -> Any:
+    """The same schema, with what llguidance lets through where only a fraction may follow a whole number.
+
+    Of numbers above 0 and up to 0.5 it takes 0 as well: there they begin the least bit above.
+    """
+    if isinstance(value, list):
+        return [_held_bounds(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    found = {key: each if key in _DATA else _held_bounds(each) for key, each in value.items()}
+    least, own = found.get("exclusiveMinimum"), found.get("minimum", 0)
+    most = min((found[key] for key in _UPPER if _is_number(found.get(key))), default=math.inf)
+    if not _is_number(least) or not _is_number(own) or not 0 <= least < _MOST_HELD:
+        return found
+    if least == int(least) and least < most < least + 1:
+        del found["exclusiveMinimum"]
+        found["minimum"] = max(own, least + min(_LEAST_STEP, (most - least) / 2))
+    return found
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _literal(text: str, special_tokens: Mapping[str, int]) -> str:

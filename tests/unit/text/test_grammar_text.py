@@ -87,6 +87,21 @@ def test_a_frame_around_nothing_is_no_frame() -> None:
     assert takes(StructuredOutput("json_object", frame=Frame()), '{"a": 1}')
 
 
+@pytest.mark.parametrize("upper", ["maximum", "exclusiveMaximum"])
+@pytest.mark.parametrize("least", [0, 1, 10.0])
+def test_a_whole_number_that_is_excluded_is_not_taken_where_only_fractions_follow(
+    least: float, upper: str
+) -> None:
+    bounds = {"type": "number", "exclusiveMinimum": least, upper: least + 0.5}
+    schema = {"type": "object", "properties": {"x": {"$ref": "#/$defs/x"}}, "$defs": {"x": bounds}}
+    form = StructuredOutput("json_schema", json.dumps(schema))
+    whole = int(least)
+    for number in (f"{whole}", f"{whole}.0", f"{whole}.6", f"{whole + 1}"):
+        assert not takes(form, f'{{"x": {number}}}')
+    for number in (f"{whole}.25", f"{whole}.001", f"{whole}.499"):
+        assert takes(form, f'{{"x": {number}}}')
+
+
 class MarkTokens(ByteTokens):
     """The 256 bytes and a special token that begins calls."""
 
