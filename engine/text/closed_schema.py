@@ -7,13 +7,16 @@ from typing import Any
 
 _OPENS = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 _SUBSCHEMAS = ("properties", "$defs", "definitions", "dependentSchemas")  # of which each value is a schema
+_COMBINED = ("allOf", "anyOf", "oneOf")
+_NAMING = frozenset(("properties", "$ref", "allOf", "anyOf", "oneOf"))
 _DATA = ("const", "enum", "default", "examples")  # which hold values and no schemas
 
 
 def closed_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The same schema, closed as OpenAI's `strict` has it; else a model may go on to invent keys.
 
-    Parts of an `allOf` of several stay as they are: each of them alone knows only some of the keys.
+    Parts of an `allOf` of several stay as they are: each of them alone knows only some of the keys. So do
+    an object with keys of its own and the alternatives beside them that name further ones.
     """
     closed = _closed(schema, shared=frozenset(_shared_places(schema)), place="#", is_part=False)
     return dict(closed)
@@ -33,11 +36,13 @@ def _closed(value: Any, *, shared: frozenset[str], place: str, is_part: bool) ->
                 name: _closed(one, shared=shared, place=f"{place}/{key}/{name}", is_part=False)
                 for name, one in each.items()
             }
-        elif key == "allOf" and isinstance(each, list):
-            found[key] = [_closed(one, shared=shared, place="", is_part=len(each) > 1) for one in each]
+        elif key in _COMBINED and isinstance(each, list):
+            are_parts = bool(_parts(value, key))
+            found[key] = [_closed(one, shared=shared, place="", is_part=are_parts) for one in each]
         else:
             found[key] = _closed(each, shared=shared, place="", is_part=False)
     is_open = is_part or place in shared or "allOf" in value or "$ref" in value
+    is_open = is_open or any(_names_more(value, _parts(value, key)) for key in ("anyOf", "oneOf"))
     if (
         isinstance(value.get("properties"), Mapping)
         and not is_open
@@ -47,17 +52,40 @@ def _closed(value: Any, *, shared: frozenset[str], place: str, is_part: bool) ->
     return found
 
 
+def _parts(value: Mapping[str, Any], key: str) -> list[Any]:
+    """The schemas under this keyword that share an object with others; none where each is all of it."""
+    found = value.get(key)
+    if not isinstance(found, list):
+        return []
+    if key == "allOf":
+        return found if len(found) > 1 else []
+    names = any(isinstance(each, Mapping) and not each.keys().isdisjoint(_NAMING) for each in found)
+    return found if names and "properties" in value else []
+
+
+def _names_more(value: Mapping[str, Any], parts: list[Any]) -> bool:
+    """True if one of the parts names keys that `value` does not, as far as can be seen."""
+    return any(
+        not each.keys().isdisjoint(_NAMING - {"properties"}) or not _names_of(each) <= _names_of(value)
+        for each in parts
+        if isinstance(each, Mapping)
+    )
+
+
+def _names_of(value: Mapping[str, Any]) -> set[str]:
+    named = value.get("properties")
+    return set(named) if isinstance(named, Mapping) else set()
+
+
 def _shared_places(schema: Mapping[str, Any]) -> Iterator[str]:
-    """Where the parts of an `allOf` refer to."""
+    """Where such parts refer to."""
     pending: list[Any] = [schema]
     while pending:
         value = pending.pop()
         if isinstance(value, list):
             pending += value
         elif isinstance(value, Mapping):
-            parts = value.get("allOf")
-            if isinstance(parts, list) and len(parts) > 1:
-                yield from (
-                    str(each["$ref"]) for each in parts if isinstance(each, Mapping) and "$ref" in each
-                )
+            for each in (part for key in _COMBINED for part in _parts(value, key)):
+                if isinstance(each, Mapping) and "$ref" in each:
+                    yield str(each["$ref"])
             pending += value.values()

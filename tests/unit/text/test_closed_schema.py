@@ -13,6 +13,8 @@ from tests.unit.text.builders import byte_compiler
 
 A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CLOSED = {**A, "additionalProperties": False}
+KEY_A: dict[str, Any] = {"properties": {"a": {"minimum": 0}}, "required": ["a"]}
+KEY_B: dict[str, Any] = {"properties": {"b": {"type": "integer"}}, "required": ["b"]}
 
 
 @pytest.mark.parametrize(
@@ -36,12 +38,26 @@ CLOSED = {**A, "additionalProperties": False}
             {"properties": {"properties": CLOSED}, "additionalProperties": False},
         ),
         ({"const": A}, {"const": A}),
+        ({**A, "anyOf": [{"required": ["a"]}]}, {**CLOSED, "anyOf": [{"required": ["a"]}]}),
+        ({**A, "oneOf": [KEY_A, KEY_A]}, {**CLOSED, "oneOf": [KEY_A, KEY_A]}),
+        ({**A, "anyOf": [KEY_A, KEY_B]}, {**A, "anyOf": [KEY_A, KEY_B]}),
+        (
+            {"$defs": {"x": KEY_B}, **A, "anyOf": [{"$ref": "#/$defs/x"}, KEY_A]},
+            {"$defs": {"x": KEY_B}, **A, "anyOf": [{"$ref": "#/$defs/x"}, KEY_A]},
+        ),
     ],
 )
 def test_objects_that_name_keys_are_closed(schema: dict[str, Any], expected: dict[str, Any]) -> None:
     before = json.dumps(schema)
     assert closed_schema(schema) == expected
     assert json.dumps(schema) == before
+
+
+def test_alternatives_that_name_further_keys_can_be_written() -> None:
+    """Closed to each other's keys, they left nothing that satisfies them."""
+    form = StructuredOutput("json_schema", json.dumps(closed_schema({**A, "anyOf": [KEY_A, KEY_B]})))
+    text = b'{"a": 1, "b": 2}'
+    assert byte_compiler().compile(form).start(frozenset()).num_valid(list(text)) == len(text)
 
 
 def longest(schema: dict[str, Any], before: bytes, char: str) -> int:
