@@ -84,7 +84,8 @@ def property_schemas(tool: ToolSpec) -> dict[str, tuple[Mapping[str, Any], bool]
     if not (tool.is_strict or tool.is_custom) or not isinstance(properties, dict):
         return None
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    required = schema.get("required") or ()
+    named = schema.get("required")
+    required = named if isinstance(named, list) else ()
     found: dict[str, tuple[Mapping[str, Any], bool]] = {}
     for key, each in properties.items():
         own: Mapping[str, Any] = each if isinstance(each, dict) else {}

@@ -197,5 +197,14 @@ def test_the_input_comes_as_it_is_written() -> None:
     assert "".join(told) == 'add 12 "};\n'
 
 
+@pytest.mark.parametrize("name", ["qwen3-coder", "llama4"])
+def test_a_list_of_keys_that_is_none_is_an_error_of_nobody_s(name: str) -> None:
+    tool = ToolSpec(
+        "go", parameters={"type": "object", "properties": {"a": {}}, "required": 5}, is_strict=True
+    )
+    kept = format_of(name).kept(ToolRules([tool]))
+    assert kept is not None and byte_compiler().compile(kept)
+
+
 def test_other_tools_hold_nothing() -> None:
     assert format_of("qwen3-coder").kept(ToolRules([FREE])) is None
