@@ -60,8 +60,7 @@ async def list_requests(request: Request) -> Response:
     found = list(islice(context_of(request).live.of(exchange_of(request.scope).tenant), limit + 1))
     data = []
     for reply in found[:limit]:
-        data.append(request_object(request, reply))
-        await asyncio.sleep(0)  # others have their turn between two
+        data.append(await request_object(request, reply))
     data = [each for each in data if each["choices"]]
     return json_response({"object": "list", "data": data, "has_more": len(found) > limit})
 
@@ -86,7 +85,7 @@ async def change_request(request: Request, request_id: RequestName) -> Response:
     change, engine = _read_change(context, patch), context.engine
     if not any([_change(engine, each, change) for each in reply.request_ids]):
         raise request_not_found(request_id)
-    return json_response(request_object(request, reply))
+    return json_response(await request_object(request, reply))
 
 
 def _has_values(patch: BaseModel) -> bool:
@@ -124,7 +123,7 @@ def _change(engine: Engine, request_id: str, change: _Change) -> bool:
 @router.get("/v1/requests/{request_id:live}")
 async def explain_request(request: Request, request_id: RequestName) -> Response:
     """Where each of its choices is, why it waits, and what has happened to it."""
-    found = request_object(request, find_reply(request, request_id))
+    found = await request_object(request, find_reply(request, request_id))
     if not found["choices"]:
         raise request_not_found(request_id)
     return json_response(found)
@@ -156,16 +155,21 @@ def find_reply(request: Request, name: str) -> LiveReply:
     return reply
 
 
-def request_object(request: Request, reply: LiveReply) -> dict[str, object]:
+async def request_object(request: Request, reply: LiveReply) -> dict[str, object]:
     """A live request, as JSON, with each of its choices that still runs."""
     engine = context_of(request).engine
-    explained = [(index, engine.controls.explain(each)) for index, each in enumerate(reply.request_ids)]
+    choices = []
+    for index, each in enumerate(reply.request_ids):
+        explained = engine.controls.explain(each)
+        if explained is not None:
+            choices.append(explanation_object(index, explained))
+        await asyncio.sleep(0)  # others have their turn between two
     return {
         "id": reply.reply_id,
         "object": "request",
         "label": reply.label,
         "age_ms": round((engine.now() - reply.arrival_time) * 1000, 3),
-        "choices": [explanation_object(index, each) for index, each in explained if each is not None],
+        "choices": choices,
     }
 
 

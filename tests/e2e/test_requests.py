@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from engine.loop.controls import Controls
 from engine.loop.engine_parts import EngineLimits
+from engine.plan.scheduling.explanation import RequestExplanation
 from engine.plan.step_records import StepInputs
 from tests.e2e.http_server import server_url
 from tests.e2e.wire import RawReply, Wire, ask, events_of
@@ -114,6 +116,38 @@ async def test_the_live_requests_are_listed_oldest_first() -> None:
         hold.go()
         await asyncio.gather(*tasks)
         assert (await ask(url, "GET", "/v1/requests")).json() == empty
+
+
+async def test_others_have_their_turn_between_the_choices_of_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each is compared with all that wait: those of one request alone take a tenth of a second."""
+    hold = Hold(3)
+    turn, explained_in = 0, []
+    explain = Controls.explain
+
+    async def take_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    def noting(controls: Controls, request_id: str) -> RequestExplanation | None:
+        explained_in.append(turn)
+        return explain(controls, request_id)
+
+    async with running_engine(ONE_SEAT, before=hold) as harness, server_url(harness.engine) as url:
+        running = generate(url, "first", 4)
+        await hold.begun()
+        waiting = generate(url, "second", 2, n=4)
+        await wait_for_queue(url, "second")
+        monkeypatch.setattr(Controls, "explain", noting)
+        other = asyncio.create_task(take_turns())
+        assert len((await ask(url, "GET", "/v1/requests/second")).json()["choices"]) == 4
+        other.cancel()
+        assert len(set(explained_in)) == 4
+        hold.go()
+        await asyncio.gather(running, waiting)
 
 
 async def test_a_live_request_says_what_became_of_its_drafts() -> None:
