@@ -183,6 +183,7 @@ class EngineLoop:
         began = started if ahead is None else self._landed_at  # when the device was done with the last one
         decision = self._decision = ahead or await self._decide()
         if decision.inputs is None and not decision.preempted and self._batcher.waits_for_disk:
+            self._watchdog.note_rest()  # however slow the disk is, no step hangs
             await self._wake.wait()
         elif decision.inputs is None:
             self._empty_steps += 1

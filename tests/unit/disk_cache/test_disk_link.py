@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from engine.disk_cache.block_files import BlockFiles
+from engine.loop.engine_parts import EngineState
 from engine.plan.kv.prefix_cache import owned_salt
 from engine.plan.request import FinishReason, GenerationRequest, SamplingParams
 from tests.support.disk_engines import disk_engine
@@ -182,5 +183,19 @@ async def test_what_is_cancelled_while_a_step_is_decided_does_not_wait_for_the_d
             finally:
                 HangingFiles.let.set()
             assert left.finish.reason is FinishReason.ABORT
+    finally:
+        HangingFiles.let.set()
+
+
+async def test_a_disk_that_hangs_is_no_step_that_hangs(tmp_path: Path) -> None:
+    HangingFiles.let.clear()
+    try:
+        async with disk_engine(tmp_path / "kv", kind=HangingFiles) as engine:
+            engine.engine._watchdog._timeout_s = 0.2
+            answered = asyncio.create_task(answer(engine))
+            await asyncio.sleep(0.6)
+            assert (engine.engine.state, engine.engine.gauges().heartbeat_age_s) == (EngineState.READY, 0.0)
+            HangingFiles.let.set()
+            await answered
     finally:
         HangingFiles.let.set()
