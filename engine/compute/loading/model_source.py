@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from config import ModelSettings
+from engine.compute.embedding.source import is_embedding_model, resolve_embedding_model
 from engine.compute.loading.conversion_store import convert_once
 from engine.compute.loading.gguf_file import read_gguf
 from engine.compute.loading.gguf_model import has_blocks, name_file
@@ -66,7 +67,8 @@ def pull_model(name: str, revision: str | None) -> Path:
         raise StartRefused(f"{name} is a path: only a Hugging Face repo can be pulled.")
     if (hub_name := read_hub_name(name)) is None:
         raise StartRefused(nothing_of_that_name(name))
-    return fetch_model(hub_name, revision)
+    asked = ModelSettings(model=name, revision=revision)
+    return resolve_embedding_model(asked) if is_embedding_model(asked) else fetch_model(hub_name, revision)
 
 
 def is_file_name(path: Path) -> bool:

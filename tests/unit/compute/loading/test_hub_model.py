@@ -14,7 +14,7 @@ from config import ModelSettings
 from engine.compute.embedding.embedder import load_embedder
 from engine.compute.embedding.source import is_embedding_model, resolve_embedding_model
 from engine.compute.loading.locate import find_model
-from engine.compute.loading.model_source import resolve_model
+from engine.compute.loading.model_source import pull_model, resolve_model
 from engine.errors import StartRefused, UnsupportedModel
 from tests.support.fake_hub import FakeHub, fake_hub
 from tests.support.tiny_embedders import save_embedder
@@ -88,6 +88,15 @@ def test_an_embedding_model_comes_with_its_modules_and_no_other_format(hub: Fake
     assert load_embedder(directory, ModelSettings(device="cpu")).info.dimensions == 16
     hub.asked.clear()
     assert resolve_embedding_model(settings) == directory and hub.fetched() == []
+
+
+@pytest.mark.parametrize("kind", ["bert", "qwen3"])
+def test_an_embedding_model_is_pulled_whole(hub: FakeHub, tmp_path: Path, kind: str) -> None:
+    hub.add("org/embedder", save_embedder(tmp_path / "made", kind, heads=("Dense", "Normalize")))
+    directory = pull_model("org/embedder", None)
+    hub.asked.clear()
+    assert resolve_embedding_model(ModelSettings(model="org/embedder")) == directory
+    assert hub.fetched() == []
 
 
 @pytest.mark.parametrize("name", ["org/nowhere", "org/tiny:F32", "./nowhere", "nowhere.gguf"])
