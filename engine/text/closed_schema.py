@@ -9,7 +9,7 @@ _OPENS = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 _SUBSCHEMAS = ("properties", "$defs", "definitions", "dependentSchemas")  # of which each value is a schema
 _COMBINED = ("allOf", "anyOf", "oneOf")
 _NAMING = frozenset(("properties", "$ref", "allOf", "anyOf", "oneOf"))
-_DATA = ("const", "enum", "default", "examples")  # which hold values and no schemas
+VALUE_KEYS = ("const", "enum", "default", "examples")  # which hold values and no schemas
 
 
 def closed_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def _closed(value: Any, *, shared: frozenset[str], place: str, is_part: bool) ->
         return value
     found: dict[str, Any] = {}
     for key, each in value.items():
-        if key in _DATA:
+        if key in VALUE_KEYS:
             found[key] = each
         elif key in _SUBSCHEMAS and isinstance(each, Mapping):
             found[key] = {

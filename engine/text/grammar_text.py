@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from engine.text.call_grammar import CallGrammar
+from engine.text.closed_schema import VALUE_KEYS
 from engine.text.source_limits import check_grammar, check_pattern, check_schema, check_size
 from engine.text.structured_output import CallPart, Frame, StructuredOutput
 
@@ -19,7 +20,6 @@ _WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,32}"
 # With \u a key could be spelled in two ways, and come twice: only for characters that need it.
 _ESCAPES = '"\\bfnrt'
 _UPPER = ("maximum", "exclusiveMaximum")
-_DATA = ("const", "enum", "default", "examples")  # which hold values and no schemas
 _LEAST_STEP = 1e-9
 _MOST_HELD = 1_000_000  # such a step above it is a number of its own
 _NEEDS_U = re.compile(r"\\u00[01]")
@@ -126,7 +126,7 @@ def _held_bounds(value: Any) -> Any:
         return [_held_bounds(each) for each in value]
     if not isinstance(value, dict):
         return value
-    found = {key: each if key in _DATA else _held_bounds(each) for key, each in value.items()}
+    found = {key: each if key in VALUE_KEYS else _held_bounds(each) for key, each in value.items()}
     least, own = found.get("exclusiveMinimum"), found.get("minimum", 0)
     most = min((found[key] for key in _UPPER if _is_number(found.get(key))), default=math.inf)
     if not _is_number(least) or not _is_number(own) or not 0 <= least < _MOST_HELD:
