@@ -44,6 +44,17 @@ def submit_choices(
     return harness.engine.submit_all(choices)
 
 
+def take_slowly(harness: Harness, clock: ManualClock) -> None:
+    """Each request that is taken costs a second."""
+    add = harness.parts.batcher.add
+
+    def add_slowly(request: Request) -> None:
+        add(request)
+        clock.advance(1.0)
+
+    harness.parts.batcher.add = add_slowly  # type: ignore[method-assign]
+
+
 async def test_a_deadline_ends_running_and_waiting_requests_in_the_middle_of_a_step() -> None:
     hang = Hang(3)
     async with running_engine(EngineShape(max_num_seqs=1), before=hang) as harness:
@@ -69,13 +80,7 @@ async def test_a_deadline_ends_running_and_waiting_requests_in_the_middle_of_a_s
 async def test_a_deadline_that_passes_while_the_request_is_taken_leaves_no_drain_waiting() -> None:
     clock = ManualClock()
     async with running_engine(clock=clock) as harness:
-        add = harness.parts.batcher.add
-
-        def add_slowly(request: Request) -> None:
-            add(request)
-            clock.advance(1.0)
-
-        harness.parts.batcher.add = add_slowly  # type: ignore[method-assign]
+        take_slowly(harness, clock)
         late = await collect(submit(harness, "a", 0.5))
         assert late.finish.reason is FinishReason.DEADLINE
         await asyncio.wait_for(harness.engine.drain(60.0), 2)
@@ -84,13 +89,7 @@ async def test_a_deadline_that_passes_while_the_request_is_taken_leaves_no_drain
 async def test_choices_whose_deadline_passes_while_they_are_taken_are_one_request() -> None:
     clock = ManualClock()
     async with running_engine(clock=clock) as harness:
-        add = harness.parts.batcher.add
-
-        def add_slowly(request: Request) -> None:
-            add(request)
-            clock.advance(1.0)
-
-        harness.parts.batcher.add = add_slowly  # type: ignore[method-assign]
+        take_slowly(harness, clock)
         results = await asyncio.gather(*map(collect, submit_choices(harness, 3, 0.5)))
         assert {result.finish.reason for result in results} == {FinishReason.DEADLINE}
         metrics = harness.engine.metrics
