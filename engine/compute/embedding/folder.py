@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.compute.loading.model_files import first_line, read_json
+from engine.compute.loading.model_files import first_line, read_config, read_json
 from engine.errors import StartRefused, UnsupportedModel
 
 MODULES_FILE = "modules.json"
@@ -58,15 +58,13 @@ def is_embedding_folder(directory: Path) -> bool:
     """Whether the model in `directory` gives vectors or scores rather than text."""
     if (directory / MODULES_FILE).is_file():
         return True
-    config = _read(directory / "config.json")
-    return any(str(name).endswith((CLASSIFIER, "BertModel")) for name in config.get("architectures") or ())
+    return any(name.endswith((CLASSIFIER, "BertModel")) for name in _architectures(directory))
 
 
 def read_folder(directory: Path) -> EmbeddingFolder:
     """The model in `directory`. Raises StartRefused for files that cannot be read or parts not served."""
-    config = _read(directory / "config.json")
-    architectures = [str(name) for name in config.get("architectures") or ()]
-    if any(name.endswith(CLASSIFIER) for name in architectures):
+    if any(name.endswith(CLASSIFIER) for name in _architectures(directory)):
+        config = read_config(directory)
         activation = (config.get("sentence_transformers") or {}).get("activation_fn")
         activation = activation or config.get("sbert_ce_default_activation_function")
         length = _sequence_length(directory, {})
@@ -138,6 +136,13 @@ def _sequence_length(directory: Path, bert: Mapping[str, Any]) -> int | None:
     if own is None:
         own = _read(directory / "tokenizer_config.json").get("model_max_length")
     return int(own) if isinstance(own, int | float) and 0 < own < 10**9 else None
+
+
+def _architectures(directory: Path) -> list[str]:
+    """What `config.json` names; none where it is missing. Raises StartRefused."""
+    if not (directory / "config.json").is_file():
+        return []
+    return read_config(directory).get("architectures") or []
 
 
 def _read(path: Path) -> dict[str, Any]:

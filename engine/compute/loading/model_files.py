@@ -55,7 +55,7 @@ def check_configuration(directory: Path) -> None:
         raise StartRefused(
             f"{directory} holds an adapter (adapter_config.json): merge it into its model first."
         )
-    config = read_json(directory / "config.json")
+    config = read_config(directory)
     # A known architecture may name code too; it is then simply never looked at.
     known = config.get("model_type") in CONFIG_MAPPING or config.get("model_type") in UNDER_ANOTHER_NAME
     if config.get("auto_map") and not known:
@@ -142,6 +142,21 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise StartRefused(f"{path} does not hold a JSON object.")
     return found
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The object in `config.json`, whose model_type and architectures are texts where it has any.
+
+    Raises StartRefused as `read_json` does, and for any others.
+    """
+    path = directory / "config.json"
+    config = read_json(path)
+    if not isinstance(name := config.get("model_type"), str | None):
+        raise StartRefused(f"{path}: model_type is {name!r}, no text.")
+    names = config.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(each, str) for each in names)):
+        raise StartRefused(f"{path}: architectures is {names!r}, no list of texts.")
+    return config
 
 
 def read_json_value(path: Path, name: str) -> Any:

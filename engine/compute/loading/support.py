@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from engine.compute.attention.own_attention import is_rebound
-from engine.compute.loading.model_files import UNDER_ANOTHER_NAME, first_line, read_json, tensor_names
+from engine.compute.loading.model_files import UNDER_ANOTHER_NAME, first_line, read_config, tensor_names
 from engine.compute.loading.weight_formats import FormatRefused, WeightFormat, read_weight_format
 from engine.errors import StartRefused, UnsupportedModel
 
@@ -82,20 +82,22 @@ def read_architecture(directory: Path) -> Architecture:
     """The architecture that `config.json` in `directory` names. Raises UnsupportedModel with the reason."""
     try:
         config = _read_config(directory)
-    except Exception as error:  # each configuration class validates in its own way
+        half = find_text_half(config, directory)
+        architecture = Architecture(half or config, find_model_class(half or config), half is not None)
+        check_supported(architecture)
+    except StartRefused:
+        raise
+    except Exception as error:  # each configuration class validates in its own way, and few do it wholly
         raise UnsupportedModel(
             f"{directory / 'config.json'} is not understood: {first_line(error)}."
         ) from error
-    half = find_text_half(config, directory)
-    architecture = Architecture(half or config, find_model_class(half or config), half is not None)
-    check_supported(architecture)
     return architecture
 
 
 def _read_config(directory: Path) -> PreTrainedConfig:
     """The configuration as transformers reads it, if need be under the name that it knows the model by."""
     path = directory / "config.json"
-    values = read_json(path) if path.is_file() else {}
+    values = read_config(directory) if path.is_file() else {}
     name = UNDER_ANOTHER_NAME.get(str(values.get("model_type")))
     if name is None:
         return AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)

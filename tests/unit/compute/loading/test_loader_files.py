@@ -11,8 +11,10 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from config import ModelSettings
+from engine.compute.embedding.folder import is_embedding_folder
 from engine.compute.loading.loader import load_model
 from engine.compute.loading.model_files import check_model_files
+from engine.compute.loading.support import read_architecture
 from engine.errors import StartRefused, UnsupportedModel
 from tests.support.tiny_models import save_tiny_model, tiny_model
 
@@ -151,6 +153,26 @@ def test_a_configuration_that_cannot_be_read_is_refused(llama: Path, content: st
     with pytest.raises(StartRefused, match=r"config\.json (cannot be read|does not hold)") as refused:
         load_model(llama, FLOAT32)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("model_type", [], r"model_type is \[\], no text"),
+        ("architectures", -1, "architectures is -1, no list of texts"),
+        ("architectures", [None], r"architectures is \[None\], no list of texts"),
+        ("text_config", 0, "is not understood"),
+    ],
+)
+def test_a_configuration_of_other_types_is_refused(
+    llama: Path, name: str, value: object, reason: str
+) -> None:
+    edit_json(llama / "config.json", **{name: value})
+    with pytest.raises(StartRefused, match=rf"config\.json:? {reason}"):
+        read_architecture(llama)
+    if name == "architectures":
+        with pytest.raises(StartRefused, match=reason):
+            is_embedding_folder(llama)
 
 
 def test_a_directory_that_is_no_model_is_refused(tmp_path: Path) -> None:

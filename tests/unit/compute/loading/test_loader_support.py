@@ -67,6 +67,7 @@ SIZES: dict[str, Any] = {
         ({"model_type": "cpmant"}, "CpmAntForCausalLM .* computes attention itself"),
         ({"model_type": "llama", "alibi": True}, "LlamaForCausalLM .*ALiBi"),
         ({"model_type": "doge", "keep_window_size": 64}, "DogeForCausalLM .*keep_window_size"),
+        ({"model_type": "doge", "keep_window_size": None}, r"config\.json is not understood"),
         ({"model_type": "moshi"}, r"MoshiForCausalLM .* several models \(audio_encoder_config, depth"),
         ({"model_type": "roberta"}, "RobertaForCausalLM .* an encoder, made to read"),
         ({"model_type": "gemma4_unified_assistant"}, "only drafts for another model"),
