@@ -25,6 +25,7 @@ from engine.compute.drafters.suffix import SuffixDrafter
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.native.eagle import NativeEagle
 from engine.compute.native.kernels import NativeKernels
+from engine.compute.runner.layer_taps import can_tap
 from engine.errors import StartRefused
 from engine.plan.kv.paged_kv_manager import PagedKvManager, Rewindable
 from engine.plan.speculation.controller import make_length_policy
@@ -65,6 +66,10 @@ def load_sources(
         medusa = load_medusa(speculation.medusa_heads, target, speculation.draft_verification)
         sources.append(DraftSource(medusa, asked or medusa.num_nodes))
     elif method in ("auto", "heads") and (heads := find_heads(speculation, target)) is not None:
+        if not can_tap(target.model.base_model):
+            raise StartRefused(
+                f"--draft-heads: {target.config.model_type} has not one list of layers to read."
+            )
         eagle = load_eagle_drafter(heads, target, eagle_room(room), speculation.draft_verification)
         sources.append(_reading(eagle, asked))
     elif method in ("auto", "mtp") and (layout := find_module(speculation, target, directory)) is not None:

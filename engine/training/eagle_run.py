@@ -12,7 +12,7 @@ import torch
 from config import Settings
 from engine.compute.drafters.eagle_layer import EagleLayer, EagleShape, fresh_config
 from engine.compute.loading.loader import LoadedModel
-from engine.compute.runner.layer_taps import base_name, layers_of
+from engine.compute.runner.layer_taps import base_name, can_tap, layers_of
 from engine.errors import StartRefused
 from engine.training.eagle_evaluation import Evaluation, evaluate_layer
 from engine.training.eagle_features import Example, FeatureReader, FeatureShards
@@ -46,6 +46,10 @@ def train_drafter(settings: Settings, plan: DrafterPlan, progress: TrainingProgr
     if run.target.keeps_state:
         raise StartRefused(
             "train-drafter: the features of a recurrent model's layers are not read for training."
+        )
+    if not can_tap(getattr(run.target.model, base_name(run.target.model))):
+        raise StartRefused(
+            f"train-drafter: {run.target.config.model_type} has not one list of layers to read."
         )
     shape = EagleShape.for_target(int(run.target.config.num_hidden_layers), plan.window)
     served = run.served_target()

@@ -415,3 +415,12 @@ def test_a_fit_ends_at_its_deadline_and_few_answers_are_refused(model: Path, tmp
     settings = load_settings([str(model), "--dtype", "float32"], WITHOUT_KERNELS)
     with pytest.raises(StartRefused, match="too few to train on and judge by"):
         train_drafter(settings, replace(make_plan(tmp_path / "other"), num_tokens=1), Watch())
+
+
+def test_a_model_of_several_lists_of_layers_is_refused_before_it_talks(tmp_path: Path) -> None:
+    model = save_tiny_model("hrm_text", tmp_path / "model")
+    settings = load_settings([str(model), "--dtype", "float32"], WITHOUT_KERNELS)
+    watch = Watch()
+    with pytest.raises(StartRefused, match="hrm_text has not one list of layers"):
+        train_drafter(settings, make_plan(tmp_path / "out"), watch)
+    assert not watch.stages

@@ -57,6 +57,14 @@ def base_name(model: PreTrainedModel) -> str:
     return name if hasattr(model, name) else "model"
 
 
+def can_tap(base: nn.Module) -> bool:
+    """Whether `tap` finds the layers of a base model."""
+    try:
+        return isinstance(base, Tappable) or bool(layers_of(base))
+    except ValueError:
+        return False
+
+
 def layers_of(base: nn.Module) -> nn.ModuleList:
     """The decoder layers of a base model, first to last. Raises ValueError where they are in no one list."""
     num_layers = getattr(getattr(base, "config", None), "num_hidden_layers", 0)

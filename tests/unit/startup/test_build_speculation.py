@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from config import load_settings
+from engine.compute.drafters.draft_loader import TargetRoom
+from engine.errors import StartRefused
 from engine.plan.kv.paged_kv_manager import PagedKvManager
-from engine.startup.build_speculation import make_decoder, model_free_sources
+from engine.startup.build_speculation import load_sources, make_decoder, model_free_sources
+from tests.support.packed import load_tiny
 
 KV = PagedKvManager(num_blocks=8, block_size=4, max_num_seqs=2, max_blocks_per_seq=4)
 
@@ -19,3 +26,9 @@ def test_the_two_marks_of_acceptance_reach_the_decoder() -> None:
 
 def test_without_sources_there_is_no_decoder() -> None:
     assert make_decoder(load_settings(("--speculative-method", "none"), {}), (), 100, KV) is None
+
+
+def test_heads_for_a_model_of_several_lists_of_layers_are_refused(tmp_path: Path) -> None:
+    settings = load_settings(("--draft-heads", str(tmp_path)), {})
+    with pytest.raises(StartRefused, match="--draft-heads: hrm_text has not one list of layers"):
+        load_sources(settings, load_tiny("hrm_text"), tmp_path, TargetRoom(4, 16, 1 << 20))
