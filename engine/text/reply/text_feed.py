@@ -150,14 +150,18 @@ def text_until(
 ) -> Generator[None, None, tuple[str, str] | None]:
     """The text before the first mark, and the mark, both used up; None where the reply ends before one.
 
-    None, too, where it would be more than `most` characters; then nothing is used up.
+    None, too, where it would be more than `most` characters. With None nothing is used up.
     """
+    passed: list[str] = []  # known to hold no mark: a long text is not looked through at every bit of it
+    size = 0
     while True:
         at, mark = feed.find(marks)
-        if most is not None and at > most:
-            return None
-        if mark is not None:
-            return feed.take(at), feed.take(len(mark))
-        if feed.ended:
+        size += at
+        passed.append(feed.take(at))
+        is_long = most is not None and size > most
+        if mark is not None and not is_long:
+            return "".join(passed), feed.take(len(mark))
+        if is_long or feed.ended:
+            feed.text = "".join(passed) + feed.text
             return None
         yield

@@ -41,6 +41,13 @@ def test_a_call_whose_name_does_not_end_is_read_in_no_time(head: str) -> None:
     assert seconds("hermes", [f"<tool_call>{head}", *["    "] * 30_000]) < SLOW_S
 
 
+@pytest.mark.parametrize(
+    ("name", "head"), [("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>"), ("llama4", "[f(a='")]
+)
+def test_a_long_argument_is_read_in_no_time(name: str, head: str) -> None:
+    assert seconds(name, [head, *["lo n"] * 120_000]) < SLOW_S
+
+
 def test_an_input_that_does_not_begin_is_looked_for_in_no_time() -> None:
     found = InputText()
     started = time.process_time()
