@@ -123,7 +123,7 @@ def _text_form(schema: Mapping[str, Any]) -> CallPart | None:
 
 
 def read_tagged_calls(tags: Tags, feed: TextFeed, teller: CallTeller) -> Parser:
-    """Parse a reply's content. An argument is told when its closing tag has come."""
+    """Parse a reply's content. A text is told as it comes, another argument when its closing tag has come."""
     while True:
         mark = yield from teller.copy_until(feed, tags.openings)
         if mark is None:
@@ -193,30 +193,58 @@ def _read_call(tags: Tags, before: str, feed: TextFeed, teller: CallTeller) -> P
                 return None
             stop = between[1]
             continue
-        pair = yield from _read_pair(tags, feed)
-        if pair is None:  # the reply has ended within the call
+        key = yield from _read_key(tags, feed)
+        if key is not None:
+            before_value = f"{separator}{json.dumps(key, ensure_ascii=False)}: "
+            is_whole = yield from _read_value(tags, feed, teller, before_value, teller.schema_of(name, key))
+        if key is None or not is_whole:  # the reply has ended within the call
             feed.text = ""
             return None
-        key, value = pair
-        told = argument_of(value, teller.schema_of(name, key))
-        teller.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: {told}")
         separator, stop = ", ", ""
     teller.arguments("{}" if separator == "{" else "}")
     teller.end()
     return ""
 
 
-def _read_pair(tags: Tags, feed: TextFeed) -> Parser:
-    """A key and its value, behind the key's opening tag; None where the reply ends within them."""
+def _read_key(tags: Tags, feed: TextFeed) -> Parser:
+    """A key, behind its opening tag, and the opening tag of its value; None where the reply ends before."""
     key = yield from text_until(feed, (tags.key[1],))
-    if key is None:
+    if key is None or (tags.value[0] and (yield from text_until(feed, (tags.value[0],))) is None):
         return None
-    if tags.value[0]:
-        opening = yield from text_until(feed, (tags.value[0],))
-        if opening is None:
-            return None
+    return key[0].strip()
+
+
+def _read_value(
+    tags: Tags, feed: TextFeed, teller: CallTeller, before: str, schema: Mapping[str, Any]
+) -> Parser:
+    """Tell what stands `before` a value, and it, behind its opening tag; False where the reply ends in it."""
+    if takes_only_text(schema):
+        teller.arguments(before + '"')
+        return (yield from _tell_text(feed, tags.value[1], teller))
     value = yield from text_until(feed, (tags.value[1],))
-    return None if value is None else (key[0].strip(), value[0])
+    if value is None:
+        return False
+    teller.arguments(before + argument_of(value[0], schema))
+    return True
+
+
+def _tell_text(feed: TextFeed, closing: str, teller: CallTeller) -> Parser:
+    """Tell a text up to its closing tag as the rest of a JSON string, as it comes.
+
+    One newline next to each tag belongs to the tag.
+    """
+    if (yield from feed.starts(("\n",))) is not None:
+        feed.take(1)
+    while True:
+        at, mark = feed.find((f"\n{closing}", closing))
+        told = json.dumps(feed.take(at), ensure_ascii=False)[1:-1]
+        teller.arguments(told if mark is None else told + '"')
+        if mark is not None:
+            feed.take(len(mark))
+            return True
+        if feed.ended:
+            return False
+        yield
 
 
 def argument_of(text: str, schema: Mapping[str, Any]) -> str:
