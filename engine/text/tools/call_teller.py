@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -79,6 +80,22 @@ class CallTeller:
     def takes_grammar(self) -> bool:
         """True if the input of the open call is the text of its grammar, written as it is."""
         return self._takes_grammar
+
+    def tell_text(self, feed: TextFeed, closings: Sequence[str]) -> Parser:
+        """Tell a text up to the first of its closing marks as the rest of a JSON string, as it comes.
+
+        False where the reply ends within it.
+        """
+        while True:
+            at, mark = feed.find(closings)
+            told = json.dumps(feed.take(at), ensure_ascii=False)[1:-1]
+            self.arguments(told if mark is None else told + '"')
+            if mark is not None:
+                feed.take(len(mark))
+                return True
+            if feed.ended:
+                return False
+            yield
 
     def input_text(self, text: str) -> None:
         """More of the open call's input, as text."""

@@ -220,31 +220,14 @@ def _read_value(
     """Tell what stands `before` a value, and it, behind its opening tag; False where the reply ends in it."""
     if takes_only_text(schema):
         teller.arguments(before + '"')
-        return (yield from _tell_text(feed, tags.value[1], teller))
+        if (yield from feed.starts(("\n",))) is not None:  # one next to each tag belongs to the tag
+            feed.take(1)
+        return (yield from teller.tell_text(feed, (f"\n{tags.value[1]}", tags.value[1])))
     value = yield from text_until(feed, (tags.value[1],))
     if value is None:
         return False
     teller.arguments(before + argument_of(value[0], schema))
     return True
-
-
-def _tell_text(feed: TextFeed, closing: str, teller: CallTeller) -> Parser:
-    """Tell a text up to its closing tag as the rest of a JSON string, as it comes.
-
-    One newline next to each tag belongs to the tag.
-    """
-    if (yield from feed.starts(("\n",))) is not None:
-        feed.take(1)
-    while True:
-        at, mark = feed.find((f"\n{closing}", closing))
-        told = json.dumps(feed.take(at), ensure_ascii=False)[1:-1]
-        teller.arguments(told if mark is None else told + '"')
-        if mark is not None:
-            feed.take(len(mark))
-            return True
-        if feed.ended:
-            return False
-        yield
 
 
 def argument_of(text: str, schema: Mapping[str, Any]) -> str:

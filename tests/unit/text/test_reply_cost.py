@@ -42,10 +42,14 @@ def test_a_call_whose_name_does_not_end_is_read_in_no_time(head: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "head"), [("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>"), ("llama4", "[f(a='")]
+    ("name", "head"),
+    [
+        ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>"),
+        ("gemma4", '<|tool_call>call:f{a:<|"|>'),
+    ],
 )
 def test_a_long_argument_is_read_in_no_time(name: str, head: str) -> None:
-    assert seconds(name, [head, *["lo n"] * 120_000]) < SLOW_S
+    assert seconds(name, [head, *["lo n"] * 100_000]) < SLOW_S
 
 
 def test_an_input_that_does_not_begin_is_looked_for_in_no_time() -> None:
