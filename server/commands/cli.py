@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -20,6 +21,7 @@ FAULT: Final = 1
 WRONG_USAGE: Final = 2
 INTERRUPTED: Final = 130
 
+_DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _HELP: Final = frozenset({"-h", "--help"})
 
 
@@ -35,7 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader of the output has closed it, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _forget_output()
+        return FAULT
+    except OSError as error:
+        if error.errno not in _DISK_FULL:
+            raise
+        _forget_output()
+        print(f"slipstream: nothing more can be written: {error.strerror}", file=sys.stderr)
         return FAULT
     except SettingsError as error:
         print(f"slipstream: {error}", file=sys.stderr)
@@ -50,6 +58,11 @@ def _open_closed_streams() -> None:
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
             setattr(sys, name, os.fdopen(null, mode, closefd=False))
+
+
+def _forget_output() -> None:
+    """Lead stdout to nowhere, so that what is left of it fails no second time when the process ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _dispatch(words: list[str]) -> int:

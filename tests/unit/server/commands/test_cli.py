@@ -1,4 +1,5 @@
 import gc
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from config import Settings
 from config.setting import SETTINGS
 from config.toml_file import read_toml
 from server.commands import cli
+
+SLIPSTREAM = (sys.executable, "-c", "import sys; from server.commands.cli import main; sys.exit(main())")
 
 
 @pytest.fixture(autouse=True)
@@ -213,6 +216,18 @@ def test_a_reader_that_has_had_enough_is_no_traceback() -> None:
     pipe = f"{sys.executable} -c '{program}' serve --help | head -1"
     ran = subprocess.run(["bash", "-c", pipe], capture_output=True, text=True, timeout=60)
     assert (ran.stdout, ran.stderr) == ("usage: slipstream serve [MODEL] [options]\n", "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full")
+@pytest.mark.parametrize("words", ["--help", "config show", "models"])
+def test_a_full_disk_is_one_line(words: str, tmp_path: Path) -> None:
+    environ = {**os.environ, "SLIPSTREAM_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path)}
+    with open("/dev/full", "wb") as full:
+        ran = subprocess.run(
+            [*SLIPSTREAM, *words.split()], stdout=full, stderr=subprocess.PIPE, env=environ, timeout=60
+        )
+    line = b"slipstream: nothing more can be written: No space left on device\n"
+    assert (ran.returncode, ran.stderr) == (1, line)
 
 
 def test_quick_answers_import_nothing_heavy() -> None:
