@@ -230,6 +230,14 @@ def test_a_full_disk_is_one_line(words: str, tmp_path: Path) -> None:
     assert (ran.returncode, ran.stderr) == (1, line)
 
 
+def test_a_name_that_the_terminal_cannot_show_is_spelled_out() -> None:
+    environ = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    words = [*SLIPSTREAM, "config", "show", "\u65e5\u672c"]
+    ran = subprocess.run(words, capture_output=True, env=environ, timeout=60)
+    assert (ran.returncode, ran.stderr) == (0, b"")
+    assert b'\nmodel = "\\u65e5\\u672c"\n' in ran.stdout
+
+
 def test_quick_answers_import_nothing_heavy() -> None:
     good = ["--help", "--version", "serve --help", "config show"]
     good += [f"{name} --help" for name in ("bench", "chat", "doctor")]
