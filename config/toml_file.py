@@ -55,6 +55,10 @@ def _parse(path: Path, origin: str) -> dict[str, object]:
         raise SettingsError(f"{origin}: not valid TOML (not UTF-8)") from error
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(f"{origin}: not valid TOML ({plain(str(error))})") from error
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(
+            f"{origin}: a number is too long, or tables or arrays are nested too deep"
+        ) from error
 
 
 def _table(name: str, table: dict[str, object], origin: str) -> dict[str, object]:

@@ -6,6 +6,8 @@ from config import SettingsError, load_with_origins
 from config.setting import Given
 from config.toml_file import format_toml, read_toml
 
+TOO_LARGE = "a number is too long, or tables or arrays are nested too deep"
+
 
 def write(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "s.toml"
@@ -53,6 +55,8 @@ def test_each_value_knows_its_file(tmp_path: Path) -> None:
             "not valid TOML (Expected ']' at the end of a table declaration (at line 1, column 8))",
         ),
         ('[server]\n"a\\nb" = 1\n', r"unknown key server.a\nb"),
+        (f"[server]\nport = {'1' * 5000}\n", TOO_LARGE),
+        (f"[server]\nport = {'[' * 3000}{']' * 3000}\n", TOO_LARGE),
     ],
 )
 def test_mistakes_name_the_file_and_the_key(tmp_path: Path, text: str, line: str) -> None:
