@@ -58,6 +58,17 @@ def at_home(value: object) -> object:
         raise ValueError("there is no home directory") from error
 
 
+def file_at_home(value: object) -> object:
+    """The path of something that can be looked at. Raises ValueError."""
+    path = at_home(value)
+    if isinstance(path, Path):
+        try:
+            path.stat()
+        except OSError as error:
+            raise ValueError("it cannot be looked at") from error
+    return path
+
+
 def read_bytes_size(value: object) -> object:
     """A size in bytes. Raises ValueError."""
     return parse_size(refuse_bool(value))
@@ -143,7 +154,7 @@ Device = Annotated[
     Shape("WORD", "auto, cpu, cuda or cuda:N, N a GPU's number", words=("auto", "cpu", "cuda", "cuda:0")),
 ]
 FileOrNone = Annotated[
-    FilePath | None, BeforeValidator(at_home), Shape("FILE", "the path of a file that exists")
+    FilePath | None, BeforeValidator(file_at_home), Shape("FILE", "the path of a file that exists")
 ]
 Directory = Annotated[Path, BeforeValidator(at_home), Shape("DIR", "the path of a directory")]
 DirectoryOrNone = Annotated[Path | None, BeforeValidator(at_home), Shape("DIR", "the path of a directory")]

@@ -237,6 +237,7 @@ def test_errors_do_not_echo_the_input() -> None:
         ("model", "chat_template", "no/such/file"),
         ("model", "chat_template", "nul\0"),
         ("model", "chat_template", "."),
+        ("model", "chat_template", "{{ messages }}" * 30),
         ("scheduler", "max_num_seqs", 0),
         ("scheduler", "max_num_seqs", 10**26),
         ("scheduler", "priority_aging_seconds", -0.1),
