@@ -132,7 +132,7 @@ def builtin_prompts(seed: int) -> list[list[Message]]:
 def read_prompts(path: Path) -> list[list[Message]]:
     """One conversation a line: plain text, or JSON with `messages` or `prompt`. Raises StartRefused."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold what splitlines cuts at
     except (OSError, UnicodeDecodeError) as error:
         raise StartRefused(f"--prompts {path}: cannot be read ({error}).") from error
     found = [_read_line(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]

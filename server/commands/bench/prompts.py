@@ -107,7 +107,8 @@ def read_prompts(path: Path) -> list[Mapping[str, Any]]:
     """The prompts of a JSONL file, checked. Raises SettingsError."""
     where = f"flag --prompt-file: {path}"
     try:
-        lines = path.expanduser().read_text(encoding="utf-8").splitlines()
+        # Not splitlines, which cuts at characters that JSON may hold.
+        lines = path.expanduser().read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError, RuntimeError) as error:
         raise SettingsError(f"{where} cannot be read ({error})") from None
     found = [

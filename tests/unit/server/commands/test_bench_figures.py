@@ -148,6 +148,12 @@ def test_bodies_repeat_by_number_and_differ_between_numbers() -> None:
     }
 
 
+def test_lines_of_a_prompt_file_end_as_in_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "prompts"
+    path.write_bytes('{"prompt": "a\u2028b"}\r\n"c\x85d"\r\n'.encode("utf-8-sig"))
+    assert read_prompts(path) == [{"prompt": "a\u2028b"}, {"prompt": "c\x85d"}]
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [

@@ -100,6 +100,12 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
     ]
 
 
+def test_lines_of_a_prompt_file_end_as_in_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "prompts"
+    path.write_bytes('{"prompt": "a\u2028b\x85c"}\r\nTell me.\r\n'.encode("utf-8-sig"))
+    assert [messages[0]["content"] for messages in read_prompts(path)] == ["a\u2028b\x85c", "Tell me."]
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
