@@ -57,7 +57,9 @@ class SampleStore:
     def append(self, samples: Sequence[Sample]) -> None:
         """Write one more shard."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        path = self._directory / f"samples-{len(self._paths):05d}.safetensors"
+        # Behind the last one, which is not their count where a damaged one was deleted.
+        number = int(self._paths[-1].stem.rpartition("-")[2]) + 1 if self._paths else 0
+        path = self._directory / f"samples-{number:05d}.safetensors"
         tensors = {
             "numbers": torch.tensor([sample.number for sample in samples]),
             "lengths": torch.tensor([len(sample.token_ids) for sample in samples]),

@@ -108,6 +108,13 @@ def test_shards_keep_samples_and_belong_to_one_run(tmp_path: Path) -> None:
         torch.testing.assert_close(before.hidden, after.hidden, rtol=0, atol=0)
     with pytest.raises(StartRefused, match="another model, seed or set of prompts"):
         list(SampleStore(tmp_path, "two").read())
+    (tmp_path / "samples-00000.safetensors").unlink()
+    rest = SampleStore(tmp_path, "one")
+    rest.append(samples[:6])
+    assert [sample.number for sample in SampleStore(tmp_path, "one").read()] == [
+        *(sample.number for sample in samples[6:]),
+        *(sample.number for sample in samples[:6]),
+    ]
     shard = tmp_path / "samples-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(StartRefused, match="damaged"):
