@@ -18,6 +18,7 @@ from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.layer_taps import base_name, tap
 from engine.compute.runner.packed_forward import PackedForward
 from engine.training.samples import Sample
+from engine.training.written import written
 
 _BLOCK_SIZE = 16
 _PASS_TOKENS = 2048  # computed at a time, or one longer text
@@ -115,11 +116,12 @@ class FeatureShards:
         return [Example(sample, text, part) for sample, text, part in parts]
 
     def write(self, number: int, features: Sequence[torch.Tensor]) -> None:
-        """Keep those of a shard's texts; whole or not at all."""
+        """Keep those of a shard's texts; whole or not at all. Raises StartRefused."""
         path = self._path(number)
         half_written = path.with_suffix(".part")
-        save_file({"features": torch.cat(list(features))}, half_written, metadata={"about": self._about})
-        half_written.replace(path)
+        with written(path):
+            save_file({"features": torch.cat(list(features))}, half_written, metadata={"about": self._about})
+            half_written.replace(path)
 
     def _path(self, number: int) -> Path:
         return self._directory / f"features-{number:05d}.safetensors"

@@ -26,6 +26,7 @@ from engine.training.fitting import FitOptions, FitResult, frequent_token_ids
 from engine.training.samples import Sample
 from engine.training.training_plan import DrafterPlan, TrainingProgress
 from engine.training.training_run import SAMPLES_DIRECTORY, Report, TrainingRun
+from engine.training.written import written
 
 _GENERATION_SHARE, _FEATURES_SHARE, _TRAINING_SHARE = (
     0.3,
@@ -120,7 +121,8 @@ def _train(
     run.seconds |= {"train": fitted.seconds, "evaluate": time.monotonic() - began}
     results = _results(train, fitted, found)
     layer.round_to(torch.bfloat16)
-    layer.save(plan.output, recipe=_recipe(plan, results))
+    with written(plan.output):
+        layer.save(plan.output, recipe=_recipe(plan, results))
     return run.write_report(results)
 
 

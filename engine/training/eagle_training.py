@@ -22,6 +22,7 @@ from engine.training.eagle_chain import TrainedChain, ahead
 from engine.training.eagle_features import Example
 from engine.training.fitting import FitOptions, FitResult, schedule
 from engine.training.training_plan import TrainingProgress
+from engine.training.written import written
 
 BATCH_TOKENS = 1000
 LEARNING_RATE = 1e-3
@@ -171,8 +172,9 @@ class _Fit:
                 tensors[f"{average} {name}"] = value
         path = self._checkpoint.path
         half_written = path.with_suffix(".part")
-        save_file(tensors, half_written, metadata={"about": self._checkpoint.about})
-        half_written.replace(path)
+        with written(path):
+            save_file(tensors, half_written, metadata={"about": self._checkpoint.about})
+            half_written.replace(path)
 
     def read_checkpoint(self) -> None:
         """Go on from what is kept, if it is there and of this run."""

@@ -15,6 +15,7 @@ from engine.training.medusa_training import fit_heads
 from engine.training.samples import Positions, Sample
 from engine.training.training_plan import MedusaPlan, TrainingProgress
 from engine.training.training_run import Report, TrainingRun
+from engine.training.written import written
 
 _GENERATION_SHARE = 0.6  # of the minutes allowed
 _TRAINING_SHARE = 0.93  # of the minutes allowed, generation included
@@ -51,7 +52,8 @@ def _train(
     found = evaluate_heads(heads, judge, progress)
     run.seconds |= {"train": fitted.seconds, "evaluate": time.monotonic() - began}
     heads.tree = found.tree
-    heads.save(plan.output)
+    with written(plan.output):
+        heads.save(plan.output)
     return run.write_report(_results(len(train), fitted, found, untrained))
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from engine.text.tokenizer import Tokenizer
 from engine.training.sample_generator import SampleGenerator
+from engine.training.written import written
 
 OWN_PROMPTS_FILE = "own_prompts.json"
 LONGEST_PROMPT = 80  # tokens; one that is not ended by then is no question
@@ -61,8 +62,9 @@ def read_own_prompts(directory: Path) -> list[str] | None:
 
 
 def keep_own_prompts(directory: Path, texts: Sequence[str]) -> None:
-    """Leave them for later runs, all or none."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Leave them for later runs, all or none. Raises StartRefused."""
     part = directory / f"{OWN_PROMPTS_FILE}.part"
-    part.write_text(json.dumps(list(texts), indent=0, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(part, directory / OWN_PROMPTS_FILE)
+    with written(directory / OWN_PROMPTS_FILE):
+        directory.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(list(texts), indent=0, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(part, directory / OWN_PROMPTS_FILE)

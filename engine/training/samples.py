@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from engine.compute.loading.model_files import first_line
 from engine.errors import StartRefused
+from engine.training.written import written
 
 _PER_SEQUENCE = ("numbers", "lengths", "first_positions", "seeds")
 HOLD_OUT_EVERY = 10  # one prompt in so many is kept for the evaluation
@@ -55,8 +56,7 @@ class SampleStore:
             yield list(self._read_shard(path))
 
     def append(self, samples: Sequence[Sample]) -> None:
-        """Write one more shard."""
-        self._directory.mkdir(parents=True, exist_ok=True)
+        """Write one more shard. Raises StartRefused."""
         # Behind the last one, which is not their count where a damaged one was deleted.
         number = int(self._paths[-1].stem.rpartition("-")[2]) + 1 if self._paths else 0
         path = self._directory / f"samples-{number:05d}.safetensors"
@@ -72,8 +72,10 @@ class SampleStore:
         if hidden:
             tensors["hidden"] = torch.cat(hidden)
         half_written = path.with_suffix(".part")
-        save_file(tensors, half_written, metadata={"about": self._about})
-        half_written.replace(path)
+        with written(path):
+            self._directory.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, half_written, metadata={"about": self._about})
+            half_written.replace(path)
         self._paths.append(path)
 
     def _read_shard(self, path: Path) -> Iterator[Sample]:

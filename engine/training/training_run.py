@@ -35,6 +35,7 @@ from engine.training.prompts import Message, builtin_prompts, read_prompts
 from engine.training.sample_generator import SampleGenerator, SampleSizes
 from engine.training.samples import Sample, SampleStore, is_held_out
 from engine.training.training_plan import TrainingPlan, TrainingProgress
+from engine.training.written import written
 
 REPORT_FILE, SAMPLES_DIRECTORY = "report.json", "samples"
 _SHARD_SAMPLES = 64
@@ -70,6 +71,8 @@ class TrainingRun:
         self.prompts = self._tokenize(conversations)
         if not self.prompts:
             raise StartRefused(f"No prompt leaves {_SHORTEST_ANSWER} tokens of the context for its answer.")
+        with written(plan.output):  # known before hours of work, not behind them
+            (plan.output / SAMPLES_DIRECTORY).mkdir(parents=True, exist_ok=True)
         self._keeps_hidden = keeps_hidden
         fingerprint = _fingerprint(self.target, self.prompts, plan)
         self.about = f"{self.target.config.model_type} {fingerprint}" + (" texts" if not keeps_hidden else "")
@@ -204,7 +207,8 @@ class TrainingRun:
             "seconds": self.seconds | {"in all": time.monotonic() - self._began},
         }
         text = json.dumps(report, indent=1) + "\n"
-        (self._plan.output / REPORT_FILE).write_text(text, encoding="utf-8")
+        with written(self._plan.output / REPORT_FILE):
+            (self._plan.output / REPORT_FILE).write_text(text, encoding="utf-8")
         return dict(json.loads(text))
 
 

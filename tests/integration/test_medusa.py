@@ -108,6 +108,8 @@ def test_shards_keep_samples_and_belong_to_one_run(tmp_path: Path) -> None:
         torch.testing.assert_close(before.hidden, after.hidden, rtol=0, atol=0)
     with pytest.raises(StartRefused, match="another model, seed or set of prompts"):
         list(SampleStore(tmp_path, "two").read())
+    with pytest.raises(StartRefused, match="cannot be written"):
+        SampleStore(Path("/dev/null"), "one").append(samples)
     (tmp_path / "samples-00000.safetensors").unlink()
     rest = SampleStore(tmp_path, "one")
     rest.append(samples[:6])
@@ -294,6 +296,15 @@ def test_a_run_of_few_minutes_ends_in_time_and_too_little_is_refused(model: Path
     assert report["seconds"]["in all"] < 15
     with pytest.raises(StartRefused, match="too few to train on and judge by"):
         train_medusa_heads(settings, replace(make_plan(tmp_path / "other"), num_tokens=1), Watch())
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_model_talks(tmp_path: Path) -> None:
+    model = save_tiny_model("llama", tmp_path / "model")
+    settings = load_settings([str(model), "--dtype", "float32"], WITHOUT_KERNELS)
+    watch, place = Watch(), tmp_path / "model" / "config.json" / "out"
+    with pytest.raises(StartRefused, match="cannot be written: Not a directory"):
+        train_medusa_heads(settings, replace(make_plan(tmp_path / "out"), output=place), watch)
+    assert not watch.stages
 
 
 async def test_the_engine_gives_the_same_tokens_with_heads(model: Path, tmp_path: Path) -> None:
