@@ -57,7 +57,7 @@ def _processors() -> list[int]:
 
 def _quotas(groups: Path, mount: Path) -> Iterator[float]:
     """Every quota on the way from the process's group to the root, in cores."""
-    for folder in _folders(groups, mount):
+    for folder in group_folders("cpu", groups, mount):
         for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
             try:
                 quota, period = map(float, " ".join((folder / name).read_text() for name in names).split())
@@ -67,7 +67,7 @@ def _quotas(groups: Path, mount: Path) -> Iterator[float]:
                 yield quota / period
 
 
-def _folders(groups: Path, mount: Path) -> Iterator[Path]:
+def group_folders(controller: str, groups: Path = _GROUPS, mount: Path = _MOUNT) -> Iterator[Path]:
     """Where the settings of the process's groups are; inside a container its own are at the root."""
     try:
         lines = groups.read_text().splitlines()
@@ -75,7 +75,7 @@ def _folders(groups: Path, mount: Path) -> Iterator[Path]:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers == "" or "cpu" in controllers.split(","):
+        if controllers == "" or controller in controllers.split(","):
             root = mount / controllers
             group = root / path.lstrip("/")
             yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(root))

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Final
 
 from config.units import rough_size
+from engine.startup.cpu_limit import group_folders
 from engine.startup.diagnosis import Diagnosis
 
-_MEMINFO, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+# The files of a control group with its limit and what is used of it, of both versions.
+_LIMITS: Final = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 
-def memory_bytes(meminfo: Path = _MEMINFO, group: Path = _GROUP) -> tuple[int, int] | None:
+def memory_bytes(meminfo: Path = _MEMINFO, folders: Iterable[Path] | None = None) -> tuple[int, int] | None:
     """All memory that this process may use and what of it is free to take; None where that is not known.
 
-    A container's limit counts where it is lower than the machine's.
+    A limit of one of its control groups, a container's or a service's, counts where it is lower than the
+    machine's. `folders` are where the kernel shows them, None for this process's own.
     """
     fields = _read_fields(meminfo)
     if fields is None:
         return None
     total, available = fields["MemTotal"], fields["MemAvailable"]
-    limit, used = (_read_number(group / f"memory.{name}") for name in ("max", "current"))
-    if limit is not None and used is not None and limit < total:
-        total, available = limit, min(available, max(0, limit - used))
+    for folder in group_folders("memory") if folders is None else folders:
+        for names in _LIMITS:
+            limit, used = (_read_number(folder / name) for name in names)
+            if limit is not None and used is not None and limit < fields["MemTotal"]:
+                total, available = min(total, limit), min(available, max(0, limit - used))
     return total, available
 
 

@@ -10,6 +10,7 @@ import torch
 from config import load_settings
 from engine.errors import StartRefused
 from engine.startup.build import refused_where_memory_ends
+from engine.startup.cpu_limit import group_folders
 from engine.startup.diagnosis import CacheFacts, DeviceFacts, Diagnosis, ModelFacts
 from engine.startup.host_memory import memory_bytes, weigh
 
@@ -56,13 +57,29 @@ def test_a_gpu_has_no_more_than_is_free() -> None:
 def test_a_containers_limit_counts(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 8000 kB\nMemAvailable: 6000 kB\nHugePages_Total: 0\n")
-    assert memory_bytes(meminfo, tmp_path) == (8_192_000, 6_144_000)
-    (tmp_path / "memory.max").write_text("1024000\n")
-    (tmp_path / "memory.current").write_text("24000\n")
-    assert memory_bytes(meminfo, tmp_path) == (1_024_000, 1_000_000)
-    (tmp_path / "memory.max").write_text("max\n")
-    assert memory_bytes(meminfo, tmp_path) == (8_192_000, 6_144_000)
-    assert memory_bytes(tmp_path / "nothing", tmp_path) is None
+    group, mount = tmp_path / "groups", tmp_path / "cgroup"
+
+    def found() -> tuple[int, int] | None:
+        return memory_bytes(meminfo, group_folders("memory", group, mount))
+
+    assert found() == (8_192_000, 6_144_000)
+    group.write_text("4:memory:/docker/x\n1:cpu:/\n0::/system.slice/slipstream.service\n")
+    service = mount / "system.slice" / "slipstream.service"
+    for folder in (service, mount / "memory"):
+        folder.mkdir(parents=True)
+    (service.parent / "memory.max").write_text("2048000\n")
+    (service.parent / "memory.current").write_text("2008000\n")
+    assert found() == (2_048_000, 40_000)
+    (service / "memory.max").write_text("1024000\n")
+    (service / "memory.current").write_text("24000\n")
+    assert found() == (1_024_000, 40_000)
+    (service / "memory.max").write_text("max\n")
+    (service.parent / "memory.max").write_text("max\n")
+    assert found() == (8_192_000, 6_144_000)
+    (mount / "memory" / "memory.limit_in_bytes").write_text("1024000\n")  # the older version's
+    (mount / "memory" / "memory.usage_in_bytes").write_text("24000\n")
+    assert found() == (1_024_000, 1_000_000)
+    assert memory_bytes(tmp_path / "nothing", [service]) is None
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't allocate memory: you tried 5 bytes")])
