@@ -29,7 +29,8 @@ def memory_bytes(meminfo: Path = _MEMINFO, folders: Iterable[Path] | None = None
         for names in _LIMITS:
             limit, used = (_read_number(folder / name) for name in names)
             if limit is not None and used is not None and limit < fields["MemTotal"]:
-                total, available = min(total, limit), min(available, max(0, limit - used))
+                left = limit - used + _cached_bytes(folder / "memory.stat")
+                total, available = min(total, limit), min(available, min(limit, max(0, left)))
     return total, available
 
 
@@ -66,6 +67,18 @@ def _read_fields(path: Path) -> dict[str, int] | None:
     except (OSError, ValueError, LookupError):
         return None
     return fields if {"MemTotal", "MemAvailable"} <= fields.keys() else None
+
+
+def _cached_bytes(path: Path) -> int:
+    """What of a group's memory holds parts of files, which the kernel gives away when it is asked for."""
+    try:
+        found = dict(line.split(maxsplit=1) for line in path.read_text(encoding="ascii").splitlines())
+        # With "total_" in the older version, where the plain names leave out the groups below.
+        return sum(
+            int(found.get(f"total_{name}", found.get(name, 0))) for name in ("inactive_file", "active_file")
+        )
+    except (OSError, ValueError):
+        return 0
 
 
 def _read_number(path: Path) -> int | None:

@@ -79,6 +79,12 @@ def test_a_containers_limit_counts(tmp_path: Path) -> None:
     (mount / "memory" / "memory.limit_in_bytes").write_text("1024000\n")  # the older version's
     (mount / "memory" / "memory.usage_in_bytes").write_text("24000\n")
     assert found() == (1_024_000, 1_000_000)
+    usage, stat = mount / "memory" / "memory.usage_in_bytes", mount / "memory" / "memory.stat"
+    usage.write_text("1024000\n")
+    stat.write_text("cache 9\ninactive_file 5\ntotal_inactive_file 600000\ntotal_active_file 24000\n")
+    assert found() == (1_024_000, 624_000)  # what is cached of files is free to take
+    stat.write_text("anon 9\ninactive_file 500000\nactive_file 1000000\n")
+    assert found() == (1_024_000, 1_024_000)
     assert memory_bytes(tmp_path / "nothing", [service]) is None
 
 
