@@ -99,13 +99,18 @@ class CacheFacts:
 
 @dataclass(slots=True)
 class DraftFacts:
-    """Who drafts. The model's figures are None without a draft model, or where they were not found out."""
+    """Who drafts. The model's figures are None without a draft model, or where they were not found out.
+
+    `reader_bytes` and `reader_kv_bytes` are of what reads the target's features: heads, or a module.
+    """
 
     methods: tuple[str, ...]
     model_how: str | None = None
     model_bytes: int | None = None
     model_kv_bytes: int | None = None
     is_on_host: bool = False  # the draft model, beside a target on a GPU
+    reader_bytes: int | None = None
+    reader_kv_bytes: int | None = None
 
 
 @dataclass(slots=True)
@@ -140,8 +145,10 @@ class Diagnosis:
             return None
         drafts = self.drafts
         draft_bytes = 0
+        if drafts is not None:
+            draft_bytes = (drafts.reader_bytes or 0) + (drafts.reader_kv_bytes or 0)
         if drafts is not None and not drafts.is_on_host:
-            draft_bytes = (drafts.model_bytes or 0) + (drafts.model_kv_bytes or 0)
+            draft_bytes += (drafts.model_bytes or 0) + (drafts.model_kv_bytes or 0)
         model_bytes = self.model.weight_bytes + self.model.scratch_bytes
         if self.embeddings is not None:
             model_bytes += self.embeddings.weight_bytes or 0

@@ -56,6 +56,7 @@ from engine.startup.kv_room import KvRoom, foresee_kv_room
 from engine.startup.memory_beside import (
     foresee_codes_kept,
     foresee_memory_beside,
+    foresee_reader,
     outline_draft_model,
 )
 from engine.text.tokenizer import Tokenizer
@@ -309,6 +310,8 @@ def _examine_drafts(found: Diagnosis, settings: Settings, room: KvRoom, source: 
         found.attempt(lambda: check_medusa(heads))
     elif method in ("auto", "heads", "mtp"):
         found.attempt(lambda: _examine_layers(facts, speculation, room.loaded, source))
+    if not found.problems and found.cache is not None and facts.methods[-1] in ("medusa", "heads", "mtp"):
+        found.attempt(lambda: _weigh_reader(facts, settings, room, source))
 
 
 def _examine_layers(
@@ -325,6 +328,14 @@ def _examine_layers(
         facts.methods += ("heads",)
     elif not is_in_part and find_module(speculation, outline, source.directory) is not None:
         facts.methods += ("mtp",)
+
+
+def _weigh_reader(facts: DraftFacts, settings: Settings, room: KvRoom, source: FoundModel) -> None:
+    """Raises StartRefused."""
+    reader = foresee_reader(settings, room.loaded, None if source.pending else source.directory)
+    if reader is not None:
+        facts.reader_bytes = reader.weights
+        facts.reader_kv_bytes = reader.kept(room.for_drafters)
 
 
 def _examine_draft_model(found: Diagnosis, settings: Settings, room: KvRoom, directory: Path | None) -> None:

@@ -41,7 +41,7 @@ log = logging.getLogger("slipstream.engine")
 _Told = TypeVar("_Told")
 
 
-class _Drafter(NamedTuple):
+class DrafterMemory(NamedTuple):
     """The bytes of a drafter's weights, and what it keeps beside a target with some room."""
 
     weights: int
@@ -60,7 +60,7 @@ def foresee_memory_beside(
         return NOTHING_BESIDE
     told = (
         _told(lambda: _draft_model(settings, target, may_fetch=may_fetch)),
-        _told(lambda: _reader(settings, target, directory)),
+        _told(lambda: foresee_reader(settings, target, directory)),
     )
     drafters = [drafter for drafter in told if drafter is not None]
     return MemoryBeside(
@@ -108,7 +108,7 @@ def _told(tell: Callable[[], _Told | None]) -> _Told | None:
         return None
 
 
-def _draft_model(settings: Settings, target: LoadedModel, *, may_fetch: bool) -> _Drafter | None:
+def _draft_model(settings: Settings, target: LoadedModel, *, may_fetch: bool) -> DrafterMemory | None:
     speculation = settings.speculation
     if speculation.draft_model is None or speculation.speculative_method not in ("auto", "draft-model"):
         return None
@@ -125,22 +125,22 @@ def _draft_model(settings: Settings, target: LoadedModel, *, may_fetch: bool) ->
         sizes = draft_sizes(outline, target.vocab_size, room)
         return draft_kv_bytes(outline, sizes) + graph_bytes(outline, draft_graphs(outline, sizes))
 
-    return _Drafter(weight_bytes(outline.model), kept)
+    return DrafterMemory(weight_bytes(outline.model), kept)
 
 
-def _reader(settings: Settings, target: LoadedModel, directory: Path | None) -> _Drafter | None:
-    """What reads the target's features: as `load_sources` chooses it."""
+def foresee_reader(settings: Settings, target: LoadedModel, directory: Path | None) -> DrafterMemory | None:
+    """What reads the target's features: as `load_sources` chooses it. Raises StartRefused."""
     speculation, method = settings.speculation, settings.speculation.speculative_method
     if method in ("auto", "medusa") and speculation.medusa_heads is not None:
-        return _Drafter(medusa_bytes(speculation.medusa_heads, target), lambda _: 0)
+        return DrafterMemory(medusa_bytes(speculation.medusa_heads, target), lambda _: 0)
     if method in ("auto", "heads") and (heads := find_heads(speculation, target)) is not None:
         slabs = foresee_eagle_kv(heads, target)
-        return _Drafter(eagle_bytes(heads, target), lambda room: slabs.num_bytes(eagle_room(room)))
+        return DrafterMemory(eagle_bytes(heads, target), lambda room: slabs.num_bytes(eagle_room(room)))
     layout = find_module(speculation, target, directory) if method in ("auto", "mtp") else None
     if layout is None or directory is None:
         return None
     slabs = foresee_mtp_kv(target)
-    return _Drafter(mtp_bytes(directory, target, layout), lambda room: slabs.num_bytes(eagle_room(room)))
+    return DrafterMemory(mtp_bytes(directory, target, layout), lambda room: slabs.num_bytes(eagle_room(room)))
 
 
 def _embedding_bytes(settings: ModelSettings, *, may_fetch: bool) -> int:

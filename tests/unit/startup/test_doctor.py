@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from config import Settings, load_settings
+from engine.compute.drafters.draft_tree import DraftTree
+from engine.compute.drafters.medusa_heads import MedusaHeads
 from engine.compute.loading.coded_weights import CodeKind
 from engine.compute.loading.loader import load_model
 from engine.compute.loading.locate import FoundModel, find_model
@@ -26,7 +28,9 @@ from engine.startup.build import load_parts
 from engine.startup.build_embeddings import load_embedding_parts
 from engine.startup.doctor import diagnose
 from tests.support.native import build_here, compiled_home, pretend_every_instruction
+from tests.support.packed import load_tiny
 from tests.support.quantized_checkpoints import Checkpoint, awq, fp8, mxfp4, save_quantized
+from tests.support.tiny_eagle import TinyEagle
 from tests.support.tiny_embedders import save_cross_encoder, save_embedder
 from tests.support.tiny_gguf import save_block_gguf, save_tiny_gguf
 from tests.support.tiny_models import (
@@ -260,6 +264,21 @@ def test_a_draft_model_is_weighed_and_its_vocabulary_compared(model: Path, tmp_p
     (other / "tokenizer.json").write_text(text.replace("<|im_end|>", "<|elsewhere|>"))
     (problem,) = diagnose(settings_for(model, "--draft-model", str(other))).problems
     assert "has another vocabulary than the target" in problem
+
+
+def test_heads_are_part_of_what_is_needed(model: Path, tmp_path: Path) -> None:
+    target = load_tiny("llama")
+    layer = TinyEagle(target).save(tmp_path / "layer")
+    medusa = tmp_path / "medusa"
+    MedusaHeads(target, 2, torch.arange(0, 512, 4), DraftTree.of_paths([(0,)])).save(medusa)
+    without = diagnose(settings_for(model)).needed_bytes or 0
+    for flag, directory, keeps in (("--draft-heads", layer, True), ("--medusa-heads", medusa, False)):
+        found = diagnose(settings_for(model, flag, str(directory)))
+        assert found.problems == [] and found.drafts is not None and found.needed_bytes is not None
+        assert (found.drafts.reader_bytes or 0) > 0
+        assert bool(found.drafts.reader_kv_bytes) == keeps
+        heads_bytes = (found.drafts.reader_bytes or 0) + (found.drafts.reader_kv_bytes or 0)
+        assert found.needed_bytes - without == heads_bytes
 
 
 def test_a_recurrent_model_drafts_and_the_rows_of_drafts_are_counted(tmp_path: Path) -> None:
