@@ -206,6 +206,12 @@ async def test_an_answer_is_broken_between_words() -> None:
     assert "Light is scattered\nby the air, the\nblue most of all.\n" in screen.replace(" \n", "\n")
 
 
+async def test_what_is_no_name_of_a_host_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for host in ("a..b", "x" * 64 + ".example"):
+        assert await command("chat", "--url", f"http://{host}:9", "--model", "m", "hello") == 1
+        assert capsys.readouterr().err == f"slipstream: chat: {host}:9 is no name of a host\n"
+
+
 async def test_without_a_server_one_is_told_how_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert await command("chat", "--url", "http://127.0.0.1:9", "--model", "m", "hello") == 1
     assert capsys.readouterr().err == (

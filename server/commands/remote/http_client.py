@@ -118,6 +118,8 @@ class HttpClient:
         except OSError as error:
             reason = _reason(error)
             raise Unreachable(f"connect: {reason}", f"cannot connect to {address.netloc}: {reason}") from None
+        except UnicodeError:  # of a label that is empty, or longer than 63 characters
+            raise Unreachable("connect: no host name", f"{address.netloc} is no name of a host") from None
         return connection
 
     def _message(self, method: str, path: str, content: bytes, content_type: str) -> bytes:
