@@ -80,6 +80,8 @@ def split_words(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     others: list[str] = []
     words = iter(argv)
     for word in words:
+        if word == "--":  # what follows is no flag, as everywhere
+            return [*own, word, *words], others
         name, equals, _ = word.partition("=")
         is_own = name in _OWN or not word.startswith("-") or word == "-"
         (own if is_own else others).append(word)

@@ -93,6 +93,7 @@ async def test_ctrl_c_while_it_loads_ends_it(flags: tuple[str, ...]) -> None:
         (["--wrong", "hi"], ["hi"], ["--wrong"]),
         (["--seed"], ["--seed"], []),
         (["--model"], [], ["--model"]),
+        (["--dtype", "float32", "--", "-1 + 1?"], ["--", "-1 + 1?"], ["--dtype", "float32"]),
     ],
 )
 def test_its_words_are_told_from_those_of_serve(argv: list[str], own: list[str], others: list[str]) -> None:
