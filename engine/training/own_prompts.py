@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from engine.text.tokenizer import Tokenizer
@@ -32,9 +32,13 @@ def opening_of(tokenizer: Tokenizer) -> list[int] | None:
 
 
 def write_prompts(
-    generator: SampleGenerator, tokenizer: Tokenizer, stop_token_ids: Collection[int], num_prompts: int
+    generator: SampleGenerator,
+    tokenizer: Tokenizer,
+    stop_token_ids: Collection[int],
+    num_prompts: int,
+    is_over: Callable[[], bool],
 ) -> Iterator[str]:
-    """Up to so many prompts, no two alike; fewer where the model has no more to ask.
+    """Up to so many prompts, no two alike; fewer where the model has no more to ask, or `is_over` says so.
 
     `generator` goes on from the opening of a user's turn.
     """
@@ -50,6 +54,8 @@ def write_prompts(
                 yield text
             if len(seen) >= num_prompts or num_samples >= _MOST_TRIES * num_prompts:
                 return
+        if is_over():  # also where no prompt comes of it
+            return
 
 
 def read_own_prompts(directory: Path) -> list[str] | None:

@@ -39,6 +39,7 @@ from engine.training.written import written
 
 REPORT_FILE, SAMPLES_DIRECTORY = "report.json", "samples"
 _SHARD_SAMPLES = 64
+_ASKING_SHARE = 0.1  # of the minutes allowed, for the prompts that the model writes
 _SHORTEST_ANSWER = 32  # tokens of the context that a prompt must leave
 
 Report = dict[str, Any]
@@ -109,11 +110,17 @@ class TrainingRun:
             texts, began = [], time.monotonic()
             generator = self._generator(served, [opening], LONGEST_PROMPT)
             stops, wanted = self.target.eos_token_ids, plan.num_own_prompts
-            for text in write_prompts(generator, self._tokenizer, stops, wanted):
+            deadline = self.deadline(_ASKING_SHARE)
+
+            def is_over() -> bool:
+                is_late = deadline is not None and time.monotonic() >= deadline
+                return is_late or self._progress.is_stopped()
+
+            for text in write_prompts(generator, self._tokenizer, stops, wanted, is_over):
                 texts.append(text)
                 self._progress.update("ask", len(texts), wanted, f"{len(texts):,} prompts")
-                if self._progress.is_stopped():
-                    return
+            if self._progress.is_stopped():
+                return
             keep_own_prompts(directory, texts)
             self.seconds["ask"] = time.monotonic() - began
         own = [[{"role": "user", "content": text}] for text in texts]

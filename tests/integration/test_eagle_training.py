@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -370,6 +372,18 @@ def test_prompts_that_the_model_writes_are_answered_too_and_kept(model: Path, tm
     kept.unlink()
     with pytest.raises(StartRefused, match="is missing, and the samples there answer what was in it"):
         train_drafter(settings, plan, Watch())
+
+
+def test_the_model_writes_prompts_no_longer_than_it_may(model: Path, tmp_path: Path) -> None:
+    settings = load_settings([str(model), "--dtype", "float32"], WITHOUT_KERNELS)
+    plan = replace(make_plan(tmp_path / "out"), num_own_prompts=10**6, minutes=0.1)
+    began = time.monotonic()
+    with suppress(StartRefused):  # what is left of the minutes may be too few
+        train_drafter(settings, plan, Watch())
+    assert time.monotonic() - began < 30
+    assert (plan.output / "samples" / OWN_PROMPTS_FILE).exists()
+    # Stopped before any prompt has come.
+    assert train_drafter(settings, replace(plan, output=tmp_path / "new"), Watch("ask", 0)) is None
 
 
 def test_a_user_speaks_behind_what_the_template_opens_with(model: Path) -> None:
