@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
+from engine.compute.loading.model_files import first_line
+from engine.errors import StartRefused
 from engine.text.tokenizer import Tokenizer
 from engine.training.sample_generator import SampleGenerator
 from engine.training.written import written
@@ -59,11 +61,17 @@ def write_prompts(
 
 
 def read_own_prompts(directory: Path) -> list[str] | None:
-    """Those that an earlier run left; None where there are none."""
+    """Those that an earlier run left; None where there are none. Raises StartRefused."""
+    path = directory / OWN_PROMPTS_FILE
     try:
-        texts = json.loads((directory / OWN_PROMPTS_FILE).read_text(encoding="utf-8"))
+        texts = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except (OSError, ValueError) as error:
+        raise StartRefused(
+            f"{path} is damaged ({first_line(error)}), and the samples there answer what was in it: "
+            "choose another --output, or delete both."
+        ) from error
     return [str(text) for text in texts]
 
 

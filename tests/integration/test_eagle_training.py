@@ -369,6 +369,10 @@ def test_prompts_that_the_model_writes_are_answered_too_and_kept(model: Path, tm
     report = train_drafter(settings, plan, again)
     assert report is not None
     assert "ask" not in again.stages, "they are not written twice"
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[:-3])
+    with pytest.raises(StartRefused, match=r"is damaged .*, and the samples there answer"):
+        train_drafter(settings, plan, Watch())
     kept.unlink()
     with pytest.raises(StartRefused, match="is missing, and the samples there answer what was in it"):
         train_drafter(settings, plan, Watch())
