@@ -20,7 +20,7 @@ from engine.compute.loading.model_source import resolve_model
 from engine.compute.native.drawing import find_row_draw
 from engine.compute.native.install import with_kernels
 from engine.compute.runner.compute_threads import use_threads
-from engine.errors import StartRefused
+from engine.errors import InvalidRequest, StartRefused
 from engine.startup.build import read_chat_template, use_compute_threads
 from engine.text.tokenizer import Tokenizer
 from engine.training.own_prompts import (
@@ -82,11 +82,16 @@ class TrainingRun:
     def _tokenize(self, conversations: Sequence[Sequence[Message]]) -> list[list[int]]:
         tokenizer, longest = self._tokenizer, self.target.max_model_len - _SHORTEST_ANSWER
         prompts = []
-        for messages in conversations:
-            if tokenizer.has_chat_template:
-                token_ids = tokenizer.render_chat(messages)
-            else:
-                token_ids = tokenizer.encode("\n".join(str(message.get("content")) for message in messages))
+        for number, messages in enumerate(conversations, 1):
+            try:
+                if tokenizer.has_chat_template:
+                    token_ids = tokenizer.render_chat(messages)
+                else:
+                    text = "\n".join(str(message.get("content")) for message in messages)
+                    token_ids = tokenizer.encode(text)
+            except InvalidRequest as error:
+                source = "The built-in" if self._plan.prompts is None else f"--prompts {self._plan.prompts}:"
+                raise StartRefused(f"{source} prompt {number} cannot be used: {error}") from error
             if 0 < len(token_ids) <= longest:
                 prompts.append(token_ids)
         return prompts

@@ -307,6 +307,15 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_model_talks(tmp_
     assert not watch.stages
 
 
+def test_a_prompt_that_the_template_refuses_is_named(model: Path, tmp_path: Path) -> None:
+    settings = load_settings([str(model), "--dtype", "float32"], WITHOUT_KERNELS)
+    plan = make_plan(tmp_path / "out")
+    assert plan.prompts is not None
+    plan.prompts.write_text('Count.\n{"prompt": "half of a pair: \\ud800"}\n')
+    with pytest.raises(StartRefused, match=r"prompt 2 cannot be used: .* lone surrogate"):
+        train_medusa_heads(settings, plan, Watch())
+
+
 async def test_the_engine_gives_the_same_tokens_with_heads(model: Path, tmp_path: Path) -> None:
     """Heads that were trained a little, and trees of their drafts, change nothing but the number of steps."""
     settings = load_settings([str(model), "--dtype", "float32"], WITHOUT_KERNELS)
