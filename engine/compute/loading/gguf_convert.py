@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
-from tokenizers import AddedToken, Tokenizer, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
@@ -26,6 +26,7 @@ from engine.compute.loading.gguf_file import GgufFile, GgufTensor, read_gguf
 from engine.compute.loading.gguf_model import name_file
 from engine.compute.loading.gguf_names import EXPERTS, TensorPlaces
 from engine.compute.loading.gguf_settings import read_gguf_config
+from engine.compute.loading.gguf_splits import split_by_rule
 from engine.compute.loading.model_files import first_line
 from engine.compute.loading.progress_bars import no_progress_bars
 from engine.compute.loading.support import Architecture, check_num_layers, check_supported, find_model_class
@@ -34,8 +35,8 @@ from engine.errors import StartRefused
 
 log = logging.getLogger("slipstream.model")
 
-CONVERTER_VERSION = 2
-TEXTS_VERSION = -2
+CONVERTER_VERSION = 3
+TEXTS_VERSION = -3
 _DTYPE = torch.bfloat16
 _EOS_FIELDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 # What ends a turn, by its text as llama.cpp knows it: files of Gemma and of Phi-3 name only the end of all
@@ -51,9 +52,6 @@ _SPECIAL_TOKENS = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-# Byte-level vocabularies that were learned with every digit on its own. Without the split "a  1" would merge
-# its spaces differently from the model's training.
-_SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r"})
 # Byte-level vocabularies whose texts llama.cpp begins with BOS where a file does not say whether to (files of
 # Llama 3 do not), and in which a word that is a token is that token, whatever the merges make of it.
 _WITH_BOS = frozenset(
@@ -166,16 +164,14 @@ def _read_tokenizer(source: Path, file: GgufFile) -> Any:
     tokenizer.add_tokens(ends, special_tokens=True)
     kind, rule = file.values.get("tokenizer.ggml.model"), file.values.get("tokenizer.ggml.pre")
     is_byte_level = kind == "gpt2"
+    if is_byte_level and rule is not None:
+        split_by_rule(tokenizer.backend_tokenizer, str(rule))
     if kind == "llama" and file.values.get("general.architecture") == "phi3":
         _strip_behind_marks(tokenizer)
     if rule in _WITH_BOS and is_byte_level:
         tokenizer.backend_tokenizer.model.ignore_merges = True
         if "tokenizer.ggml.add_bos_token" not in file.values and tokenizer.bos_token is not None:
             tokenizer.add_bos_token = True
-    if rule in _SINGLE_DIGITS and is_byte_level:
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
     return tokenizer
 
 
