@@ -30,8 +30,13 @@ _CACHE: Final = "Hugging Face cache"
 def list_models(home: Path) -> tuple[list[StoredModel], list[str]]:
     """What there is, last used first, and what of the cache cannot be read. It is no use of what it reads."""
     found, warnings = [*_built_in(), *_converted(home)], []
-    with contextlib.suppress(CacheNotFound):
+    try:
         cache = scan_cache_dir()
+    except CacheNotFound:
+        pass
+    except (OSError, ValueError) as error:  # a file, or closed to this user
+        warnings = [f"The Hugging Face cache cannot be read: {first_line(error)}."]
+    else:
         warnings = [first_line(warning) for warning in cache.warnings]
         for repo in cache.repos:
             if repo.repo_type == "model":
@@ -51,7 +56,7 @@ def _built_in() -> Iterator[StoredModel]:
 
 def _converted(home: Path) -> Iterator[StoredModel]:
     models = home / "models"
-    if models.is_dir():
+    if os.path.isdir(models) and os.access(models, os.R_OK | os.X_OK):
         for path in sorted(models.iterdir()):
             # Unfinished ones have a dot; some have only the texts of a GGUF file that is run as it is.
             if path.is_dir() and not path.name.startswith(".") and gguf_of(path) is None:

@@ -50,6 +50,14 @@ def test_there_may_be_nothing(cache: Path, tmp_path: Path) -> None:
     assert list_models(tmp_path / "home") == ([], [])
 
 
+def test_a_cache_that_is_no_folder_is_a_warning(cache: Path, tmp_path: Path) -> None:
+    cache.write_text("")
+    found, warnings = list_models(tmp_path / "home")
+    assert found == [] and len(warnings) == 1
+    assert warnings[0].startswith("The Hugging Face cache cannot be read: ")
+    assert list_models(tmp_path / ("x" * 300))[0] == []  # a home that cannot be looked into
+
+
 def test_what_is_there_is_named_as_serve_takes_it(cache: Path, tmp_path: Path) -> None:
     save_tiny_model("llama", snapshot(cache, "org/tiny"))
     save_tiny_model("llama", snapshot(cache, "org/tiny", OTHER, "v2"))
