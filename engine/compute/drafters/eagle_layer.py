@@ -18,6 +18,7 @@ and calls the layer layers.0.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -269,7 +270,7 @@ def is_for(directory: Path, target: LoadedModel) -> bool:
 
 def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG_FILE
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise StartRefused(f"{directory}: there is no {CONFIG_FILE} of a drafter in it.")
     values = dict(read_json(path))
     if "speculators_model_type" in values:

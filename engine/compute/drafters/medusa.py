@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -132,7 +133,7 @@ def check_medusa(directory: Path) -> None:
         check_published(directory)
         return
     for name in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (directory / name).is_file():
+        if not os.path.isfile(directory / name):
             raise StartRefused(f"--medusa-heads {directory}: there is no {name} in it.")
     if (kind := read_json(directory / CONFIG_FILE).get("model_type")) != MODEL_TYPE:
         raise StartRefused(f"{directory / CONFIG_FILE}: model_type is {kind!r}, expected {MODEL_TYPE!r}.")

@@ -13,6 +13,7 @@ word. Heads beyond medusa_num_heads are used, since some configurations say fewe
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,7 +45,7 @@ _PROJECTION = re.compile(r"^(\d+)\.(\d+)\.weight$")
 def is_published(directory: Path) -> bool:
     """True for a directory in this layout. Raises StartRefused where its config.json cannot be read."""
     path = directory / CONFIG_FILE
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path.is_file, False where one may not look
         return False
     values = read_json(path)
     return "medusa_num_heads" in values and values.get("model_type") != MODEL_TYPE

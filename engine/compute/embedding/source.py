@@ -35,7 +35,7 @@ def resolve_embedding_model(settings: ModelSettings) -> Path:
 def find_embedding_model(settings: ModelSettings) -> Path | None:
     """The directory of a model, or of a repo's local copy; None where there is none yet."""
     directory = Path(os.path.expanduser(settings.model))
-    if directory.is_dir():
+    if os.path.isdir(directory):  # unlike Path.is_dir, False where one may not look
         return directory
     name = repo_of(settings.model)
     if name is None:

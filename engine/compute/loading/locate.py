@@ -55,7 +55,7 @@ def find_model(settings: ModelSettings, home: Path) -> FoundModel:
     if distribution is not None or is_file_name(path):
         source = path if distribution is None else find_bundled_gguf(distribution)
         what = "a GGUF file" if distribution is None else f"built in, from the package {distribution}"
-        if settings.revision is not None or not source.is_file():
+        if settings.revision is not None or not os.path.isfile(source):
             resolve_model(settings, home)  # refuses before it converts anything
         return _find_converted(settings, source, home, what)
     if os.path.exists(path):

@@ -19,11 +19,15 @@ _LIKE_A_START = 0.8  # `smolm2` and `smollm` have 0.83
 
 def nothing_of_that_name(name: str) -> str:
     """A refusal of `name`, which is neither a path nor could be a repo's id."""
+    if (reason := _why_closed(name)) is not None:
+        return f"{name} cannot be read: {reason}."
     return f"There is no directory {name}, and it is no Hugging Face repo id{meant(name)}"
 
 
 def no_such_file(path: Path) -> str:
     """A refusal of a GGUF file."""
+    if (reason := _why_closed(str(path))) is not None:
+        return f"{path} cannot be read: {reason}."
     return f"There is no file {path}{meant(str(path))}"
 
 
@@ -72,6 +76,17 @@ def _known(name: str) -> Iterator[str]:
     for path in _listed(folder):
         if path.suffix.lower() == ".gguf" or (path / "config.json").is_file():
             yield f"./{path}" if folder == Path() else str(path)
+
+
+def _why_closed(path: str) -> str | None:
+    """Why nothing can be known of a path; None where it is there, or is not."""
+    try:
+        os.stat(os.path.expanduser(path))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 def _listed(folder: Path) -> list[Path]:

@@ -73,7 +73,7 @@ def pull_model(name: str, revision: str | None) -> Path:
 
 def is_file_name(path: Path) -> bool:
     """True for the path of a GGUF file, there or not; `ORG/REPO:file.gguf` is one of a repo's."""
-    return path.suffix.lower() == ".gguf" and (path.exists() or ":" not in path.name)
+    return path.suffix.lower() == ".gguf" and (os.path.exists(path) or ":" not in path.name)
 
 
 def installed_model(name: str, prefix: Path | None = None) -> Path:
@@ -123,7 +123,7 @@ def _prepare(source: Path, home: Path) -> Path:
 
 def _convert(source: Path, home: Path) -> Path:
     """The directory a GGUF file has been converted to, now or earlier."""
-    if not source.is_file():
+    if not os.path.isfile(source):
         raise StartRefused(no_such_file(source))
     # Imported here because a server that converts nothing needs none of the packages it brings.
     from engine.compute.loading.gguf_convert import CONVERTER_VERSION, convert_gguf

@@ -128,6 +128,27 @@ def test_what_stops_a_start_is_a_problem_in_the_same_words(flags: tuple[str, ...
     assert diagnose(settings).problems == [str(refused.value)]
 
 
+@pytest.mark.parametrize(
+    ("flag", "ending", "words"),
+    [
+        ("--model", "/m", "cannot be read: File name too long"),
+        ("--model", "/m.gguf", "cannot be read: File name too long"),
+        ("--embedding-model", "/m", "cannot be read: File name too long"),
+        ("--draft-model", "/m", "cannot be read: File name too long"),
+        ("--draft-heads", "/m", "there is no config.json of a drafter in it"),
+        ("--medusa-heads", "/m", "there is no config.json in it"),
+    ],
+)
+def test_a_path_that_cannot_be_looked_at_is_a_problem(
+    flag: str, ending: str, words: str, model: Path, tmp_path: Path
+) -> None:
+    """As one in a folder that is closed to this user: the system refuses to say whether it is there."""
+    path = f"{tmp_path}/{'x' * 300}{ending}"
+    settings = load_settings([flag, path, *(() if flag == "--model" else (str(model),))], {})
+    (problem,) = diagnose(settings).problems
+    assert words in problem and path in problem
+
+
 def break_weights(directory: Path) -> None:
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
