@@ -26,7 +26,7 @@ from engine.compute.loading.gguf_file import GgufFile, GgufTensor, read_gguf
 from engine.compute.loading.gguf_model import name_file
 from engine.compute.loading.gguf_names import EXPERTS, TensorPlaces
 from engine.compute.loading.gguf_settings import read_gguf_config
-from engine.compute.loading.gguf_splits import split_by_rule
+from engine.compute.loading.gguf_splits import begin_without_space, split_by_rule
 from engine.compute.loading.model_files import first_line
 from engine.compute.loading.progress_bars import no_progress_bars
 from engine.compute.loading.support import Architecture, check_num_layers, check_supported, find_model_class
@@ -166,6 +166,8 @@ def _read_tokenizer(source: Path, file: GgufFile) -> Any:
     is_byte_level = kind == "gpt2"
     if is_byte_level and rule is not None:
         split_by_rule(tokenizer.backend_tokenizer, str(rule))
+    if kind == "llama" and file.values.get("tokenizer.ggml.add_space_prefix") is False:
+        begin_without_space(tokenizer.backend_tokenizer)
     if kind == "llama" and file.values.get("general.architecture") == "phi3":
         _strip_behind_marks(tokenizer)
     if rule in _WITH_BOS and is_byte_level:

@@ -1,6 +1,6 @@
-"""How texts are split before a byte-level vocabulary merges them, by the rule that a GGUF file names.
+"""How texts are split before a vocabulary merges them, by the rule that a GGUF file names.
 
-A vocabulary whose texts are split otherwise than in its training gives other tokens, of numbers above all.
+Texts that are split otherwise than in a vocabulary's training become other tokens, numbers above all.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokenizers import Regex
-from tokenizers.pre_tokenizers import ByteLevel, Digits, Punctuation, Sequence, Split
+from tokenizers import Regex, decoders
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Metaspace, Punctuation, Sequence, Split
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from engine.errors import UnsupportedModel
@@ -54,3 +54,14 @@ def split_by_rule(tokenizer: Any, rule: str) -> None:
         tokenizer.pre_tokenizer = Sequence([*splits, ByteLevel(add_prefix_space=False, use_regex=False)])
     elif rule not in _AS_GPT2 and rule not in GGUF_PRE_TOKENIZER_SPLITS:
         raise UnsupportedModel(f"The GGUF file's texts are split by the rule {rule!r}, which is not known.")
+
+
+def begin_without_space(tokenizer: Any) -> None:
+    """Have a sentencepiece tokenizer put no space before a text, and take none away where it decodes one.
+
+    Those of Gemma's and Phi-3's files have a way of their own.
+    """
+    if isinstance(tokenizer.pre_tokenizer, Metaspace):
+        tokenizer.pre_tokenizer = Metaspace(prepend_scheme="never", split=False)
+        steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+        tokenizer.decoder = decoders.Sequence(steps)
