@@ -23,6 +23,7 @@ from engine import (
 from server.api.bad_words import read_bad_words
 from server.api.generation import Accepted, Choice, Generation, Prompt
 from server.api.live_replies import LiveReply
+from server.api.off_loop import off_loop
 from server.api.openai.protocol import GenerationBody
 from server.api.prompt_scores import PromptScores
 from server.api.reply_rules import ReplyRules
@@ -95,7 +96,7 @@ async def open_generation(context: ServerContext, submission: Submission) -> Gen
     tenant = submission.tenant
     deadline = _deadline(submission, context.settings.server.request_timeout)
     check_limits(body, context.settings.server)
-    structure = _structure(submission, engine)
+    structure = await off_loop(context, lease.num_bytes, lambda: _structure(submission, engine))
     has_form = structure is not None and structure.calls is None
     rules = None if submission.rules is None else replace(submission.rules, has_form=has_form)
     num_requests = submission.num_prompts * body.num_choices

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from fastapi import APIRouter
@@ -15,6 +16,7 @@ from engine import EncodedText
 from server.api.body import read_fields, read_request
 from server.api.embeddings.call import TextsCall, of_length_one, open_call
 from server.api.generation import Generation
+from server.api.off_loop import off_loop
 from server.api.ollama.conversation import chat_turn, text_turn
 from server.api.ollama.models import embedding_name, model_card, model_row, running_row, served_name
 from server.api.ollama.protocol import (
@@ -33,6 +35,7 @@ from server.api.openapi import json_body
 from server.api.param_names import renamed_params
 from server.api.time_limit import prepared_by
 from server.api.turn_reply import respond
+from server.http.body_room import lease_of
 from server.http.context import ServerContext, context_of
 from server.http.errors import invalid
 from server.http.json_reply import json_response
@@ -64,7 +67,7 @@ async def chat(request: Request) -> Response:
         return loaded(context, shape)
     check_thinking(context, body)
     with renamed_params(_NAMES):
-        turn = chat_turn(body, model)
+        turn = await off_loop(context, lease_of(request.scope).num_bytes, partial(chat_turn, body, model))
         del body  # what of it is large ends with the prompt
         generation = await open_chat_body(request, turn, _fresh_id())
     return await respond(context, generation, shape, streams=streams, framing=JSON_LINES)

@@ -9,11 +9,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine import Engine, OutputDelta, TokenLogprobs, owned_salt
+from engine import Engine, OutputDelta, ReplyFormat, TokenLogprobs, ToolRules, owned_salt
 from server.api.body import read_request
 from server.api.generation import Choice, Generation, Prompt
 from server.api.next_turns import Chat
-from server.api.openai.chat_input import chat_input, may_think
+from server.api.off_loop import off_loop
+from server.api.openai.chat_input import ChatInput, chat_input, may_think
 from server.api.openai.chat_tools import read_tools
 from server.api.openai.logprobs import TokenSpelling, chat_logprobs, prompt_logprobs
 from server.api.openai.message import deltas_of, message_of
@@ -59,19 +60,23 @@ async def open_chat(request: Request) -> tuple[Reply, Generation]:
 
 
 async def open_chat_body(
-    request: Request, body: ChatCompletionRequest, reply_id: str, *, echoes: bool = False
+    request: Request,
+    body: ChatCompletionRequest,
+    reply_id: str,
+    *,
+    echoes: bool = False,
+    past_bytes: int = 0,
 ) -> Generation:
     """The generation that a chat's body asks for, by whichever API it came; `reply_id` is fresh.
 
     Each choice has a `reader` for the pieces of its reply. `echoes` says that the reply holds parts of the
-    request, whose memory then counts until its end. Raises ApiError or an EngineError.
+    request, whose memory then counts until its end; `past_bytes` are those of what came before it.
+    Raises ApiError or an EngineError.
     """
     context, exchange, lease = context_of(request), exchange_of(request.scope), lease_of(request.scope)
     check_model(context, body.model)
-    tools = read_tools(body)
-    if body.top_logprobs is not None and not body.logprobs:
-        raise invalid("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
-    shown = chat_input(body, tools, context.engine.reply_format)
+    form = context.engine.reply_format
+    tools, shown = await off_loop(context, lease.num_bytes + past_bytes, lambda: _read(body, form))
 
     with_special = bool(body.add_special_tokens)
 
@@ -101,6 +106,14 @@ async def open_chat_body(
     if follows is not None:
         follows.follow(generation, Chat(shown, rules, with_special, exchange.tenant, salt))
     return generation
+
+
+def _read(body: ChatCompletionRequest, form: ReplyFormat) -> tuple[ToolRules | None, ChatInput]:
+    """What may be called, and what the chat template shows. Raises ApiError."""
+    tools = read_tools(body)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
+    return tools, chat_input(body, tools, form)
 
 
 def _is_named(body: ChatCompletionRequest) -> bool:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from sys import getsizeof
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine import Engine
+from engine import Engine, ReplyFormat
 from server.api.body import read_fields
 from server.api.long_list import LongList
+from server.api.off_loop import off_loop
 from server.api.openai.chat_input import ChatInput, messages_for_template
 from server.api.openai.models import check_model
+from server.api.openai.protocol import ChatMessage
 from server.api.openai.protocol_refusals import ON_TOKENIZE
 from server.api.openai.protocol_tokens import DetokenizeRequest, TokenizeRequest
 from server.api.openapi import json_body
@@ -37,7 +40,7 @@ async def tokenize(request: Request) -> Response:
     with engine.admit_text(tenant):
         body = await read_fields(request, TokenizeRequest, ON_TOKENIZE)
         check_model(context, body.model)
-        token_ids = await read_token_ids(body, engine, tenant)
+        token_ids = await read_token_ids(request, body, engine, tenant)
     names = LongList(lambda: map(engine.tokenizer.token_name, token_ids))
     reply = {
         "count": len(token_ids),
@@ -53,17 +56,23 @@ def _response(context: ServerContext, reply: Mapping[str, object], num_values: i
     return json_response(reply) if num_values <= _MANY_VALUES else LargeJson(reply, context.large_replies)
 
 
-async def read_token_ids(body: TokenizeRequest, engine: Engine, tenant: str | None) -> list[int]:
+async def read_token_ids(
+    request: Request, body: TokenizeRequest, engine: Engine, tenant: str | None
+) -> list[int]:
     """Special tokens are added to a text unless refused, to a conversation only when asked for."""
     if body.prompt is not None and body.messages is None:
         with_special = body.add_special_tokens is not False
         return await engine.text.encode(body.prompt, add_special_tokens=with_special, tenant=tenant)
     if body.messages is None or body.prompt is not None:
         raise invalid("Give either 'prompt' or 'messages'.", "prompt")
-    messages = messages_for_template(body.messages, engine.reply_format)
-    tools = [tool.spec().for_template() for tool in body.tools or ()]
-    shown = ChatInput(messages, tools, body.chat_template_kwargs or {})
+    call = partial(_shown, body, body.messages, engine.reply_format)
+    shown = await off_loop(context_of(request), lease_of(request.scope).num_bytes, call)
     return await shown.render(engine, add_special_tokens=bool(body.add_special_tokens), tenant=tenant)
+
+
+def _shown(body: TokenizeRequest, messages: Sequence[ChatMessage], form: ReplyFormat) -> ChatInput:
+    tools = [tool.spec().for_template() for tool in body.tools or ()]
+    return ChatInput(messages_for_template(messages, form), tools, body.chat_template_kwargs or {})
 
 
 @router.post("/detokenize", openapi_extra=json_body(DetokenizeRequest, {"tokens": [72, 105]}))

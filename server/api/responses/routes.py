@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from server.api.body import read_request, report_ignored
 from server.api.call_arguments import arguments_in
+from server.api.off_loop import off_loop
 from server.api.openai.chat import open_chat_body
 from server.api.openai.logprobs import TokenSpelling
 from server.api.openai.protocol_structure import JsonSchemaFormat, ResponseFormat
@@ -57,15 +58,17 @@ async def create_response(request: Request) -> Response:
     num_bytes = lease_of(request.scope).num_bytes
     response_id = f"resp_{uuid.uuid4().hex}"
     past = _Past.of(request, body, num_bytes)
-    tools = read_tool_set(body.tools or ())
+    tools = await off_loop(context, num_bytes, lambda: read_tool_set(body.tools or ()))
     report_ignored(request, [*tools.skipped, *hosted_kinds(body.input or ()), *_unread(body)])
-    turn_body = _turn_body(body, past.items, tools)
+    turn_body = await off_loop(context, past.num_bytes, lambda: _turn_body(body, past.items, tools))
     envelope = Envelope.of(body, tools, response_id, _served_by(context))
     spelling = TokenSpelling.of(context.engine, turn_body) if body.includes_logprobs else None
     items = ItemSpelling(response_id, tools, encodes_thoughts=body.includes_encrypted)
     keep = past.keeper(context.responses, response_id) if body.is_stored else _forget
     with renamed_params(_NAMES):
-        generation = await open_chat_body(request, turn_body, response_id, echoes=True)
+        generation = await open_chat_body(
+            request, turn_body, response_id, echoes=True, past_bytes=past.num_bytes
+        )
     shape = ResponsesShape(envelope, items, keep, spelling, num_bytes)
     return await respond(context, generation, shape, streams=bool(turn_body.stream))
 
