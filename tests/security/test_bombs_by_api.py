@@ -13,7 +13,7 @@ import pytest_asyncio
 from tests.e2e.http_server import server_url
 from tests.e2e.real_engine import real_engine
 from tests.e2e.wire import ask
-from tests.security.test_bombs import COMPLETIONS, HELLO, OK, check
+from tests.security.test_bombs import COMPLETIONS, HELLO, OK, RESULT, check
 from tests.support.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -72,6 +72,11 @@ BOMBS: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "items": (RESPONSES, lambda: responses(*items()), LONG_THERE),
     "groups of tools": (RESPONSES, lambda: responses(tools=groups(), tool_choice="required"), LONG_THERE),
     "calls by Ollama's API": (OLLAMA, lambda: chat(*[calling({})] * 180, stream=False), LONG_THERE),
+    "results of none of them": (
+        OLLAMA,
+        lambda: chat(*[calling({})] * 90, *[{**RESULT, "tool_name": "g"}] * 7000, stream=False),
+        LONG_THERE,
+    ),
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 from server.api.ollama.protocol import (
@@ -48,7 +50,7 @@ def text_turn(body: OllamaGenerateRequest, model: str) -> OllamaText:
 
 def chat_messages(messages: Sequence[OllamaMessage]) -> list[ChatMessage]:
     """The conversation as a chat has it, where each result names its call by an id."""
-    open_calls: list[ToolCall] = []
+    open_calls = _OpenCalls()
     found = []
     for i, message in enumerate(messages):
         calls = [_call(each, f"call_{i}_{j}") for j, each in enumerate(message.tool_calls or ())]
@@ -59,8 +61,9 @@ def chat_messages(messages: Sequence[OllamaMessage]) -> list[ChatMessage]:
             tool_calls=calls or None,
         )
         if message.role == "tool":
-            made.tool_call_id = _answered(message, open_calls) or f"call_{i}"
-        open_calls += calls
+            made.tool_call_id = open_calls.answered(message) or f"call_{i}"
+        for call in calls:
+            open_calls.add(call)
         found.append(made)
     return found
 
@@ -70,17 +73,30 @@ def _call(call: OllamaToolCall, own_id: str) -> ToolCall:
     return ToolCall.model_construct(id=call.id or own_id, type="function", function=function)
 
 
-def _answered(message: OllamaMessage, open_calls: list[ToolCall]) -> str | None:
-    """The id of the call that a tool's message answers, which is taken from `open_calls`; None for none.
+class _OpenCalls:
+    """Calls without a result, found by id, by name, by both, or as the next: long conversations have many."""
 
-    By its id, by the tool's name, or as the next.
-    """
-    for call in open_calls:
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[str | None, str | None], deque[tuple[int, ToolCall]]] = {}
+        self._num_calls = 0
+        self._taken: set[int] = set()
+
+    def add(self, call: ToolCall) -> None:
+        """One more."""
         name = None if call.function is None else call.function.name
-        if message.tool_call_id in (None, call.id) and message.tool_name in (None, name):
-            open_calls.remove(call)
-            return call.id
-    return message.tool_call_id
+        for key in product({None, call.id}, {None, name}):
+            self._waiting.setdefault(key, deque()).append((self._num_calls, call))
+        self._num_calls += 1
+
+    def answered(self, message: OllamaMessage) -> str | None:
+        """The id of the first call that a tool's message may answer, which is taken; else its own."""
+        waiting = self._waiting.get((message.tool_call_id, message.tool_name))
+        while waiting:
+            number, call = waiting.popleft()
+            if number not in self._taken:
+                self._taken.add(number)
+                return call.id
+        return message.tool_call_id
 
 
 def _common(body: OllamaBody, model: str) -> dict[str, Any]:
