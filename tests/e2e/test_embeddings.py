@@ -359,6 +359,13 @@ async def test_ollamas_paths_give_the_same_vectors(url: str, models: dict[str, P
     assert [each["name"] for each in tags] == [f"{CHAT}:latest", f"{name}:latest"]
 
 
+async def test_many_vectors_by_ollamas_path_are_written_in_pieces(url: str) -> None:
+    reply = await ask(url, "POST", "/api/embed", {"input": ["river", "nile"] * 1024})
+    assert reply.headers["transfer-encoding"] == "chunked"
+    found = reply.json()["embeddings"]
+    assert len(found) == 2048 and found[0] == found[2046] != found[1]
+
+
 async def test_the_examples_of_the_api_page_are_taken(url: str) -> None:
     paths = (await ask(url, "GET", "/openapi.json")).json()["paths"]
     posts = {path: kinds["post"] for path, kinds in paths.items() if "post" in kinds}

@@ -22,6 +22,8 @@ from server.http.errors import invalid
 
 B = TypeVar("B", bound=TextsBody)
 
+MANY_NUMBERS = 2_000  # of a reply: more are encoded off the loop
+
 
 @dataclass(frozen=True, slots=True)
 class TextsCall:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine import EncodedText
-from server.api.embeddings.call import TextsCall, open_call, usage
+from server.api.embeddings.call import MANY_NUMBERS, TextsCall, open_call, usage
 from server.api.embeddings.protocol import MAX_TEXTS, EmbeddingsRequest, RerankRequest, ScoreRequest
 from server.api.openapi import json_body
 from server.api.time_limit import prepared_by
@@ -23,7 +23,6 @@ from server.http.json_reply import json_response
 
 router = APIRouter(tags=["embeddings"])
 
-_MANY_VALUES = 2_000  # more numbers than these are encoded off the loop
 _DECIMALS = 9  # float32 has no more to tell of a vector of length 1
 
 _RERANK = {"query": "Which river is the longest?", "documents": ["The Nile has 6,650 km.", "Rivers are wet."]}
@@ -48,7 +47,7 @@ async def create_embeddings(request: Request) -> Response:
             "data": entries,
             "usage": usage(sum(map(len, texts))),
         }
-        if vectors.size <= _MANY_VALUES:
+        if vectors.size <= MANY_NUMBERS:
             return json_response(reply)
         return LargeJson(reply, call.context.large_replies)
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from engine import EncodedText
 from server.api.body import read_fields, read_request
-from server.api.embeddings.call import TextsCall, of_length_one, open_call
+from server.api.embeddings.call import MANY_NUMBERS, TextsCall, of_length_one, open_call
 from server.api.generation import Generation
 from server.api.off_loop import off_loop
 from server.api.ollama.conversation import chat_turn, text_turn
@@ -38,6 +38,7 @@ from server.api.turn_reply import respond
 from server.http.body_room import lease_of
 from server.http.context import ServerContext, context_of
 from server.http.errors import invalid
+from server.http.json_pieces import LargeJson
 from server.http.json_reply import json_response
 from server.http.sse import JSON_LINES
 
@@ -126,8 +127,11 @@ async def embed(request: Request) -> Response:
         texts, vectors = await _vectors(call, body.input, "input", body.dimensions)
         ns = round(call.exchange.age_s * 1e9)
         told = {"total_duration": ns, "load_duration": 0, "prompt_eval_count": sum(map(len, texts))}
-        reply = {"model": body.model or call.model, "embeddings": of_length_one(vectors).tolist(), **told}
-        return json_response(reply)
+        rows = (of_length_one(vector[None])[0].tolist() for vector in vectors)
+        reply = {"model": body.model or call.model, "embeddings": rows, **told}
+        if vectors.size <= MANY_NUMBERS:
+            return json_response(reply)
+        return LargeJson(reply, call.context.large_replies)
 
 
 @router.post("/api/embeddings", openapi_extra=json_body(OllamaEmbeddingsRequest, {"prompt": "A river."}))
