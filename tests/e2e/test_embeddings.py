@@ -366,6 +366,17 @@ async def test_many_vectors_by_ollamas_path_are_written_in_pieces(url: str) -> N
     assert len(found) == 2048 and found[0] == found[2046] != found[1]
 
 
+async def test_long_documents_come_back_in_pieces(url: str) -> None:
+    documents = ["the river " * 50_000, "nilé" * 1000]
+    body = {"query": "the river", "documents": documents, "truncate_prompt_tokens": -1}
+    reply = await ask(url, "POST", "/v1/rerank", body)
+    assert reply.headers["transfer-encoding"] == "chunked"
+    results = reply.json()["results"]
+    assert [each["document"]["text"] for each in results] == [documents[each["index"]] for each in results]
+    short = await ask(url, "POST", "/v1/rerank", {**body, "return_documents": False})
+    assert "content-length" in short.headers
+
+
 async def test_the_examples_of_the_api_page_are_taken(url: str) -> None:
     paths = (await ask(url, "GET", "/openapi.json")).json()["paths"]
     posts = {path: kinds["post"] for path, kinds in paths.items() if "post" in kinds}

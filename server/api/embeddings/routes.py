@@ -17,6 +17,7 @@ from server.api.embeddings.call import MANY_NUMBERS, TextsCall, open_call, usage
 from server.api.embeddings.protocol import MAX_TEXTS, EmbeddingsRequest, RerankRequest, ScoreRequest
 from server.api.openapi import json_body
 from server.api.time_limit import prepared_by
+from server.api.turn_reply import LARGE_CHARS
 from server.http.errors import invalid
 from server.http.json_pieces import LargeJson
 from server.http.json_reply import json_response
@@ -94,7 +95,9 @@ async def rerank(request: Request) -> Response:
             for index in best
         ]
         reply = {**call.envelope("rerank"), "results": results, "usage": usage(num_tokens)}
-        return json_response(reply)
+        if not shows or sum(len(body.documents[index]) for index in best) <= LARGE_CHARS:
+            return json_response(reply)
+        return LargeJson(reply, call.context.large_replies)
 
 
 @router.post("/v1/score", openapi_extra=json_body(ScoreRequest, _SCORE))
