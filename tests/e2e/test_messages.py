@@ -201,6 +201,17 @@ async def test_a_forced_call_streams_its_arguments(choice: Any, most: int) -> No
     assert grammar.structure.frame.most == most
 
 
+async def test_calls_of_a_strict_tool_match_its_schema_without_being_forced() -> None:
+    engine = engine_of(CALL)
+    async with server_url(engine) as url:
+        for strict in (None, False, True):
+            await post(url, body_of(tools=[{**WEATHER, "strict": strict}]))
+    *others, grammar = [request.grammar for request in engine.requests]
+    assert others == [None, None]
+    assert isinstance(grammar, FakeGrammar) and grammar.structure.amid_text
+    assert json.loads(grammar.structure.source)["$defs"]["weather"]["additionalProperties"] is False
+
+
 @pytest.mark.parametrize(
     ("arguments", "read"),
     [

@@ -136,7 +136,10 @@ def _functions(tools: Iterable[Tool]) -> list[ChatTool]:
         if tool.name in made:
             raise invalid(f"'tools' has more than one tool named '{shown(tool.name)}'.", "tools")
         definition = FunctionDefinition.model_construct(
-            name=tool.name, description=tool.description, parameters=tool.input_schema
+            name=tool.name,
+            description=tool.description,
+            parameters=tool.input_schema,
+            strict=tool.strict,
         )
         made[tool.name] = ChatTool.model_construct(type="function", function=definition)
     return list(made.values())

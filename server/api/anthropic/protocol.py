@@ -54,6 +54,9 @@ class FunctionTool(BodyPart):
     """What the tool does; the model reads it."""
     input_schema: Parameters
     """The JSON schema of its arguments, an object."""
+    strict: bool | None = None
+    """Whether calls that the model makes of its own accord match `input_schema` as forced ones do, and have
+    no keys that it does not name."""
 
 
 class HostedTool(BodyPart):
