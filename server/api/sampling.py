@@ -117,8 +117,8 @@ def effective(name: str, asked: float | None, advised: Mapping[str, float]) -> f
 
 
 def base_seed(body: GenerationBody) -> int:
-    """The caller's seed, or a fresh one that cannot be guessed."""
-    return secrets.randbits(63) if body.seed is None else body.seed
+    """The caller's seed, or a fresh one that cannot be guessed: -1 asks for none by vLLM and llama.cpp."""
+    return secrets.randbits(63) if body.seed is None or body.seed == -1 else body.seed
 
 
 def choice_seed(seed: int, choice: int) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 
-from engine import Priority
+import pytest
+
+from engine import FillInMiddle, Priority
 from server.api.sampling import choice_seed
 from tests.e2e.http_server import MODEL, server_url
 from tests.e2e.wire import Wire, ask, events_of
@@ -141,6 +143,17 @@ async def test_without_a_seed_equal_prompts_do_not_share_one() -> None:
     async with server_url(engine) as url:
         await ask(url, "POST", PATH, {"prompt": ["abcd"] * 4, "n": 2, "max_tokens": 2})
     assert len({request.sampling.seed for request in engine.requests}) == 8
+
+
+@pytest.mark.parametrize("path", [PATH, "/infill"])
+async def test_a_seed_of_minus_one_asks_for_a_fresh_one(path: str) -> None:
+    engine = FakeEngine(fill_in_middle=FillInMiddle(1, 2, 3, frozenset()))
+    async with server_url(engine) as url:
+        body = {"prompt": "abcd", "max_tokens": 2, "input_prefix": "a", "input_suffix": "b", "seed": -1}
+        for _ in range(2):
+            assert (await ask(url, "POST", path, body)).status == 200
+    seeds = {request.sampling.seed for request in engine.requests}
+    assert len(seeds) == 2 and -1 not in seeds
 
 
 async def test_a_seed_is_every_prompts_own() -> None:

@@ -114,7 +114,8 @@ class GenerationBody(BodyPart):
     """Above 1 makes every token that prompt or output already has less likely, below 1 likelier. 1 is off.
     Left out: as the model's makers advise, else 1."""
     seed: Int64 | None = None
-    """The same request with the same seed gets the same text, alone or in a crowd. Left out: a fresh one."""
+    """The same request with the same seed gets the same text, alone or in a crowd. Left out, or -1: a fresh
+    one."""
     logit_bias: LogitBias | None = None
     """Token ids, written as strings, with a number from -100 to 100 that is added to the token's logit."""
     allowed_token_ids: TokenIdSet | None = None
