@@ -357,6 +357,19 @@ async def test_ollamas_paths_give_the_same_vectors(url: str, models: dict[str, P
     assert wrong.status == 400 and name in wrong.json()["error"]
     tags = (await ask(url, "GET", "/api/tags")).json()["models"]
     assert [each["name"] for each in tags] == [f"{CHAT}:latest", f"{name}:latest"]
+    cards = [(await ask(url, "POST", "/api/show", {"model": each["name"]})).json() for each in tags]
+    assert [each["capabilities"][0] for each in cards] == ["completion", "embedding"]
+    family = cards[1]["model_info"]["general.architecture"]
+    assert cards[1]["model_info"][f"{family}.context_length"] == MAX_TOKENS
+    assert cards[1]["model_info"][f"{family}.embedding_length"] == expected.shape[1]
+
+
+async def test_a_reranker_alone_is_shown_by_ollamas_path(models: dict[str, Path]) -> None:
+    async with server(models["reranker"], "--served-model-name", "reranker", "--ollama-api") as (url, _):
+        for body in ({}, {"model": "reranker"}, {"model": "reranker:latest"}):
+            card = await ask(url, "POST", "/api/show", body)
+            assert (card.status, card.json()["capabilities"]) == (200, []), body
+        assert (await ask(url, "POST", "/api/show", {"model": "other"})).status == 404
 
 
 async def test_many_vectors_by_ollamas_path_are_written_in_pieces(url: str) -> None:

@@ -32,6 +32,15 @@ def embedding_name(context: ServerContext, name: str | None) -> str:
     return check_embedding_model(context, plain if plain in context.embedding_names else name)
 
 
+def known_name(context: ServerContext, name: str | None) -> str:
+    """The same of any model that is listed. Raises ApiError (404)."""
+    plain = None if name is None else name.removesuffix(_LATEST)
+    embedder = next((each for each in context.embedding_names if each in (name, plain)), None)
+    if name is None and not context.generator_names:
+        embedder = context.embedding_names[0]
+    return embedder or served_name(context, name)
+
+
 def tagged(name: str) -> str:
     """A served name as Ollama lists it, with a tag."""
     return name if ":" in name.rpartition("/")[2] else name + _LATEST
@@ -56,8 +65,10 @@ def running_row(context: ServerContext, name: str) -> Json:
     return {**row, "expires_at": _NEVER, "size_vram": 0, "context_length": context.engine.info.max_model_len}
 
 
-def model_card(context: ServerContext) -> Json:
-    """What /api/show tells. Raises Overloaded before the model is loaded."""
+def model_card(context: ServerContext, name: str) -> Json:
+    """What /api/show tells of a name. Raises Overloaded before the model is loaded."""
+    if name in context.embedding_names:
+        return _embedder_card(context)
     engine = context.engine
     told = {f"{_FAMILY}.context_length": engine.info.max_model_len}
     return {
@@ -69,6 +80,25 @@ def model_card(context: ServerContext) -> Json:
         "details": _details(context),
         "model_info": {"general.architecture": _FAMILY, **told},
         "capabilities": capabilities(context),
+        "modified_at": _started(context),
+    }
+
+
+def _embedder_card(context: ServerContext) -> Json:
+    service, model = context.embeddings, context.settings.model
+    assert service is not None
+    width = service.info.dimensions
+    root = model.embedding_model or model.model
+    told = {f"{_FAMILY}.context_length": service.info.max_model_len}
+    if width is not None:
+        told[f"{_FAMILY}.embedding_length"] = width
+    return {
+        "modelfile": f"FROM {root}\n",
+        "parameters": "",
+        "template": "",
+        "details": {**_details(context), "format": _format(root), "quantization_level": service.info.dtype},
+        "model_info": {"general.architecture": _FAMILY, **told},
+        "capabilities": [] if width is None else ["embedding"],
         "modified_at": _started(context),
     }
 
@@ -88,12 +118,16 @@ def capabilities(context: ServerContext) -> list[str]:
 def _details(context: ServerContext) -> Json:
     return {
         "parent_model": "",
-        "format": "gguf" if ".gguf" in context.settings.model.model else "safetensors",
+        "format": _format(context.settings.model.model),
         "family": _FAMILY,
         "families": [_FAMILY],
         "parameter_size": "",
         "quantization_level": "" if context.info is None else context.info.dtype,
     }
+
+
+def _format(root: str) -> str:
+    return "gguf" if ".gguf" in root else "safetensors"
 
 
 def _started(context: ServerContext) -> str:

@@ -18,7 +18,14 @@ from server.api.embeddings.call import MANY_NUMBERS, TextsCall, of_length_one, o
 from server.api.generation import Generation
 from server.api.off_loop import off_loop
 from server.api.ollama.conversation import chat_turn, text_turn
-from server.api.ollama.models import embedding_name, model_card, model_row, running_row, served_name
+from server.api.ollama.models import (
+    embedding_name,
+    known_name,
+    model_card,
+    model_row,
+    running_row,
+    served_name,
+)
 from server.api.ollama.protocol import (
     ON_OLLAMA,
     OllamaBody,
@@ -173,8 +180,7 @@ async def show_model(request: Request) -> Response:
     """What the model can do, its chat template, and how long its context is."""
     context = context_of(request)
     body = await read_fields(request, OllamaShowRequest, {})
-    served_name(context, body.model or body.name)
-    return json_response(model_card(context))
+    return json_response(model_card(context, known_name(context, body.model or body.name)))
 
 
 @router.get("/api/version")
