@@ -28,6 +28,7 @@ from server.http.errors import INVALID, OVERLOADED, TIMEOUT, ApiError, ErrorRepl
 from server.http.json_reply import encode_json
 from server.http.middleware import UNMATCHED_ROUTE
 from server.http.peer import introduce, peer_of
+from server.http.plain_writer import PlainWriter
 from server.http.stall_watch import StallWatch
 from server.observability.http_metrics import HttpMetrics
 
@@ -280,7 +281,11 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
-        transport = _ReplyTransport(self.transport.write, self.transport.is_closing, self._close_in_order)
+        write: Callable[[bytes], None] = self.transport.write
+        if cycle.scope["http_version"] == "1.0":
+            cycle.waiting_for_100_continue = False  # nor does it know of that
+            write = PlainWriter(write)
+        transport = _ReplyTransport(write, self.transport.is_closing, self._close_in_order)
         cycle.transport = cast(asyncio.Transport, transport)
         super()._start_asgi_task(cycle, app)
 

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from tests.e2e.http_server import server_url
 from tests.e2e.raw_peer import HOST, JSON, completion, flood, read_all, request, say, statuses
-from tests.e2e.wire import Wire, ask
+from tests.e2e.wire import Wire, ask, events_of
 from tests.support.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -332,3 +332,15 @@ async def test_no_spelling_of_a_path_or_host_does_without_the_key(locked: str, c
 async def locked() -> AsyncIterator[str]:
     async with server_url(FakeEngine(), api_key=("secret",)) as url:
         yield url
+
+
+@pytest.mark.parametrize("expect", [b"", b"Expect: 100-continue\r\n"])
+async def test_a_stream_has_no_chunks_for_who_does_not_know_them(url: str, expect: bytes) -> None:
+    body = b'{"prompt":"abc","max_tokens":3,"temperature":0,"stream":true}'
+    headers = JSON + b"Content-Length: %d\r\n" % len(body) + expect
+    head, _, rest = (await say(url, request(headers, body, b"POST /v1/completions HTTP/1.0"))).partition(
+        b"\r\n\r\n"
+    )
+    assert head.startswith(b"HTTP/1.1 200") and b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert "".join(event["choices"][0]["text"] for event in events_of(rest)) == "abc"
