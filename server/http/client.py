@@ -112,7 +112,8 @@ class ClientMiddleware:
 def check_head(scope: Scope, settings: ServerSettings) -> int:
     """The size of the body that is announced, the largest there may be for one that comes in chunks.
 
-    Raises ApiError by the headers alone: too large, a body announced too large, or a body that is not JSON.
+    Raises ApiError by the headers alone: too large, a body announced too large, or one that is not JSON or is
+    compressed.
     """
     check_size(scope, settings)
     found = dict(scope["headers"])
@@ -123,6 +124,11 @@ def check_head(scope: Scope, settings: ServerSettings) -> int:
     if (announced or is_chunked) and not is_json(found.get(b"content-type", b"")):
         message = "The body must be JSON: send it with 'content-type: application/json'."
         raise ApiError(ErrorReply(415, INVALID, message, code="unsupported_media_type"))
+    coding = found.get(b"content-encoding", b"").strip().lower()
+    if (announced or is_chunked) and coding not in (b"", b"identity"):
+        message = "The body is compressed, which is not read here: send it without 'content-encoding'."
+        headers = {"accept-encoding": "identity"}
+        raise ApiError(ErrorReply(415, INVALID, message, code="unsupported_media_type", headers=headers))
     return settings.max_body_bytes if is_chunked else announced
 
 

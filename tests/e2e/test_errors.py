@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from typing import Any
@@ -104,6 +105,16 @@ async def test_what_does_not_call_itself_json_is_415(url: str, content_type: str
 async def test_json_by_any_of_its_names_is_read(url: str, content_type: str) -> None:
     reply = await ask(url, "POST", COMPLETIONS, b'{"prompt":"a"}', {"content-type": content_type})
     assert reply.status == 200
+
+
+async def test_a_compressed_body_is_415(url: str) -> None:
+    packed, json_type = gzip.compress(b'{"prompt":"a"}'), {"content-type": "application/json"}
+    for coding in ("gzip", "zstd", "identity, gzip"):
+        reply = await ask(url, "POST", COMPLETIONS, packed, json_type | {"content-encoding": coding})
+        message = check_error(reply, 415, "invalid_request_error", "unsupported_media_type", None)
+        assert "compressed" in message and reply.headers["accept-encoding"] == "identity"
+    plain = json_type | {"content-encoding": "Identity"}
+    assert (await ask(url, "POST", COMPLETIONS, b'{"prompt":"a"}', plain)).status == 200
 
 
 async def test_a_body_over_the_cap_is_413(url: str) -> None:
