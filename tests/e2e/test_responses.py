@@ -353,6 +353,24 @@ async def test_log_probabilities_come_with_the_text() -> None:
     assert plain["output"][0]["content"][0]["logprobs"] == []
 
 
+async def test_many_log_probabilities_are_written_in_pieces() -> None:
+    body = {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 20}
+    async with server_url(engine_of("abcdefgh" * 500, merge=8)) as url:
+        whole = await post(url, body)
+        stored = await ask(url, "GET", f"{PATH}/{whole.json()['id']}")
+        wire = await Wire.connect(url)
+        await wire.send("POST", PATH, json.dumps({**body, "stream": True}).encode())
+        await wire.head()
+        chunks = await wire.chunks()
+        await wire.close()
+    assert whole.headers["transfer-encoding"] == "chunked"
+    assert stored.json() == whole.json()
+    last = named_events(b"".join(chunks))[-1].payload["response"]
+    for found in (whole.json(), last):
+        assert len(found["output"][0]["content"][0]["logprobs"]) == 4000
+    assert max(map(len, chunks)) < 1 << 18
+
+
 # What is stored.
 
 

@@ -19,6 +19,7 @@ from server.api.responses.output import Envelope, ItemSpelling, ServedBy
 from server.api.responses.protocol import ResponsesRequest
 from server.api.responses.tools import read_tool_set
 from server.api.turn_reply import TurnShape
+from server.http.json_reply import encode_json
 from tests.support import tool_templates
 from tests.support.examples import share_of
 from tests.support.fake_engine import TIMING, FakeEngine
@@ -97,7 +98,7 @@ def run(shape: TurnShape, pieces: Sequence[str], reason: FinishReason) -> list[N
         choice.note(delta)
         events = list(shape.events(choice, delta, writer.write(choice, delta)))
         # What is told is not told otherwise later.
-        sent += [NamedEvent(each.name, json.loads(json.dumps(each.payload))) for each in events]
+        sent += [NamedEvent(each.name, json.loads(encode_json(each.payload))) for each in events]
     return sent
 
 
@@ -106,7 +107,7 @@ def responses_shape() -> ResponsesShape:
     tools = read_tool_set(body.tools or ())
     envelope = Envelope.of(body, tools, "resp_0", ServedBy("m", {}, tells_metrics=True))
     items = ItemSpelling("resp_0", tools, encodes_thoughts=True)
-    return ResponsesShape(envelope, items, lambda response, output: None)
+    return ResponsesShape(envelope, items, lambda response, output, num_scores: None)
 
 
 def message_shape(*, hides_thoughts: bool = False) -> MessageShape:
@@ -154,7 +155,7 @@ def test_a_response_is_the_same_however_its_tokens_are_split(
     text, parts = reply
     shape = responses_shape()
     response = check_responses_stream(run(shape, data.draw(splits(text)), reason))
-    whole = check_response(json.loads(json.dumps(shape.whole())))
+    whole = check_response(json.loads(encode_json(shape.whole())))
     assert whole == response
     expected = [(name, json.loads(told).get("input", "") if name == "grep" else told) for name, told in parts]
     assert parts_of_response(response) == (expected or [("text", "")])

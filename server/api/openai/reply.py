@@ -22,7 +22,7 @@ from server.http.json_reply import json_response
 from server.http.sse import DONE, EVENT_END, EVENT_START, KEEP_ALIVE, Silence, begin_stream, encode_event
 
 # More than this is encoded off the loop: it would take the loop some milliseconds.
-_MANY_VALUES = 2_000
+MANY_VALUES = 2_000
 _CHARS_A_VALUE = 512  # text is fast
 
 _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
@@ -145,7 +145,7 @@ class Reply:
                 yield KEEP_ALIVE
                 silence.end()
                 continue
-            is_large = self._num_values(choice, delta, not choice.started) > _MANY_VALUES
+            is_large = self._num_values(choice, delta, not choice.started) > MANY_VALUES
             for part in self._shape.chunks(choice, delta):
                 event = {**self._envelope, **part, **self._chunk_usage(choice)}
                 if not is_large:
@@ -190,21 +190,22 @@ class Reply:
             **self._shape.extras(choices),
             **self._totals(generation),
         }
-        return json_response(reply) if values <= _MANY_VALUES else LargeJson(reply, self._turns)
+        return json_response(reply) if values <= MANY_VALUES else LargeJson(reply, self._turns)
 
     def _num_values(self, choice: Choice, output: OutputDelta | Collected, first: bool) -> int:
         """About how many values show `output`, with those of the prompt when it is the choice's first."""
         prompt = choice.prompt
-        values = 1 + _num_scores(output.logprobs) + sum(map(len, output.text)) // _CHARS_A_VALUE
+        values = 1 + num_scores(output.logprobs) + sum(map(len, output.text)) // _CHARS_A_VALUE
         if self._tells_ids:
             values += len(output.token_ids) + (len(prompt.token_ids) if first else 0)
         if self._tells_origins:
             values += len(output.are_drafts)
         if first:
             values += len(prompt.text or "") // _CHARS_A_VALUE
-            values += 0 if prompt.scores is None else _num_scores(prompt.scores.records)
+            values += 0 if prompt.scores is None else num_scores(prompt.scores.records)
         return values
 
 
-def _num_scores(logprobs: Sequence[TokenLogprobs]) -> int:
+def num_scores(logprobs: Sequence[TokenLogprobs]) -> int:
+    """Log-probabilities of these tokens and of the likeliest beside them."""
     return len(logprobs) * (1 + len(logprobs[0].top)) if logprobs else 0

@@ -9,7 +9,9 @@ from typing import Any, TypeAlias
 from engine import OutputDelta, TokenLogprobs
 from server.api.blocks import Block, BlockEvent, Closed, Grown, Opened
 from server.api.generation import Choice
+from server.api.long_list import LongList
 from server.api.openai.logprobs import TokenSpelling, token_records
+from server.api.openai.reply import MANY_VALUES, num_scores
 from server.api.responses.output import Envelope, Item, ItemSpelling, Outcome, text_part, thought_part
 from server.api.turn_reply import LARGE_CHARS, NamedEvent
 from server.http.errors import error_reply
@@ -17,13 +19,13 @@ from server.http.errors import error_reply
 _LARGE_REQUEST = 65_536  # bytes; what the response repeats of it may be as large
 
 
-# Takes a response at its end, and its output.
-Keep: TypeAlias = Callable[[dict[str, Any], Sequence[Item]], None]
+# Takes a response at its end, its output, and how many log-probabilities are in that.
+Keep: TypeAlias = Callable[[dict[str, Any], Sequence[Item], int], None]
 
 
 @dataclass(slots=True)
 class ResponsesShape:
-    """One response. `keep` is called with it at its end, and with its output.
+    """One response. `keep` is called with it at its end.
 
     `spelling` is None unless the text comes with log-probabilities. `request_bytes` is how much was asked.
     """
@@ -39,6 +41,7 @@ class ResponsesShape:
     _num_chars: int = field(default=0, init=False)
     _untold: list[TokenLogprobs] = field(default_factory=list, init=False)  # come with the next text
     _told: list[TokenLogprobs] = field(default_factory=list, init=False)  # of the open text
+    _num_scores: int = field(default=0, init=False)  # of all texts
 
     def events(
         self, choice: Choice, delta: OutputDelta, blocks: Sequence[BlockEvent]
@@ -93,21 +96,23 @@ class ResponsesShape:
         self._num_chars += len(text)
         match self.items.kind(block):
             case "message":
-                told = {**self._part(block), "delta": text, "logprobs": self._tell_logprobs()}
-                yield self._event("response.output_text.delta", told)
+                told, is_large = self._tell_logprobs()
+                fields = {**self._part(block), "delta": text, "logprobs": told}
+                yield self._event("response.output_text.delta", fields, is_large)
             case "reasoning":
                 yield self._event("response.reasoning_text.delta", {**self._part(block), "delta": text})
             case "function_call":
-                told = {**self._place(block), "delta": text}
-                yield self._event("response.function_call_arguments.delta", told)
+                fields = {**self._place(block), "delta": text}
+                yield self._event("response.function_call_arguments.delta", fields)
 
     def _close(self, block: Block) -> Iterator[NamedEvent]:
-        item = self.items.whole(block, self._records(self._told))
+        item, is_large = self.items.whole(block, self._records(self._told)), _are_many(self._told)
+        self._num_scores += num_scores(self._told)
         self._told, self._untold = [], []
         self.output.append(item)
         match item["type"]:
             case "message":
-                yield from self._close_part(block, "response.output_text.done", item["content"][0])
+                yield from self._close_part(block, "response.output_text.done", item["content"][0], is_large)
             case "reasoning":
                 yield from self._close_part(block, "response.reasoning_text.done", item["content"][0])
             case "function_call":
@@ -115,12 +120,14 @@ class ResponsesShape:
                 yield self._event("response.function_call_arguments.done", done)
             case "custom_tool_call":
                 yield from self._close_custom(block, item["input"])
-        yield self._event("response.output_item.done", {"output_index": block.index, "item": item})
+        yield self._event("response.output_item.done", {"output_index": block.index, "item": item}, is_large)
 
-    def _close_part(self, block: Block, name: str, part: Item) -> Iterator[NamedEvent]:
+    def _close_part(
+        self, block: Block, name: str, part: Item, is_large: bool = False
+    ) -> Iterator[NamedEvent]:
         told: Item = {key: part[key] for key in ("text", "logprobs") if key in part}
-        yield self._event(name, {**self._part(block), **told})
-        yield self._event("response.content_part.done", {**self._part(block), "part": part})
+        yield self._event(name, {**self._part(block), **told}, is_large)
+        yield self._event("response.content_part.done", {**self._part(block), "part": part}, is_large)
 
     def _close_custom(self, block: Block, text: str) -> Iterator[NamedEvent]:
         """The input of a custom tool stands inside of JSON, and is known when that has ended."""
@@ -137,10 +144,11 @@ class ResponsesShape:
 
     def _end(self, outcome: Outcome, choice: Choice | None = None) -> Iterator[NamedEvent]:
         response = self._ended = self.envelope.response(outcome, self.output, choice)
-        self.keep(response, self.output)
+        self.keep(response, self.output, self._num_scores)
         # There is no event for a cancelled response.
         name = "incomplete" if outcome.status == "cancelled" else outcome.status
         is_large = self.request_bytes > _LARGE_REQUEST or self._num_chars > LARGE_CHARS
+        is_large |= self._num_scores > MANY_VALUES
         yield self._event(f"response.{name}", {"response": response}, is_large)
 
     def _place(self, block: Block) -> dict[str, object]:
@@ -154,10 +162,15 @@ class ResponsesShape:
         self._num_events += 1
         return NamedEvent(name, {"type": name, "sequence_number": number, **fields}, is_large)
 
-    def _tell_logprobs(self) -> Sequence[object]:
+    def _tell_logprobs(self) -> tuple[LongList, bool]:
         told, self._untold = self._untold, []
         self._told += told
-        return self._records(told)
+        return self._records(told), _are_many(told)
 
-    def _records(self, logprobs: Sequence[TokenLogprobs]) -> Sequence[object]:
-        return [] if self.spelling is None else list(token_records(logprobs, self.spelling))
+    def _records(self, logprobs: Sequence[TokenLogprobs]) -> LongList:
+        spelling = self.spelling
+        return LongList(lambda: () if spelling is None else token_records(logprobs, spelling))
+
+
+def _are_many(logprobs: Sequence[TokenLogprobs]) -> bool:
+    return num_scores(logprobs) > MANY_VALUES

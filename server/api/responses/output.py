@@ -10,6 +10,7 @@ from typing import Any
 from engine import Finish, FinishReason
 from server.api.blocks import Block
 from server.api.generation import Choice
+from server.api.long_list import LongList
 from server.api.responses.conversation import encoded
 from server.api.responses.protocol import ResponsesRequest
 from server.api.responses.tools import ToolSet, ToolSource, custom_input
@@ -79,7 +80,7 @@ class ItemSpelling:
             return {**item, "input": ""}
         return {**item, "status": "in_progress", "arguments": ""}
 
-    def whole(self, block: Block, logprobs: Sequence[object] = ()) -> Item:
+    def whole(self, block: Block, logprobs: LongList | None = None) -> Item:
         """The item when it has ended."""
         item = self.begun(block)
         if "status" in item:
@@ -97,9 +98,9 @@ class ItemSpelling:
         return item
 
 
-def text_part(text: str, logprobs: Sequence[object] = ()) -> Item:
+def text_part(text: str, logprobs: LongList | None = None) -> Item:
     """The part of a message that holds its text."""
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
 
 
 def thought_part(text: str) -> Item:

@@ -20,6 +20,7 @@ from server.api.openai.logprobs import TokenSpelling
 from server.api.openai.protocol_structure import JsonSchemaFormat, ResponseFormat
 from server.api.openapi import json_body
 from server.api.param_names import renamed_params
+from server.api.reply_size import HELD_SCORE_BYTES
 from server.api.responses.conversation import messages_of
 from server.api.responses.events import Keep, ResponsesShape
 from server.api.responses.output import Envelope, Item, ItemSpelling, ServedBy
@@ -132,13 +133,14 @@ class _Past:
     def keeper(self, stored: StoredResponses, response_id: str) -> Keep:
         """What stores the response at its end, with all that led to it."""
 
-        def keep(response: dict[str, Any], output: Sequence[Item]) -> None:
+        def keep(response: dict[str, Any], output: Sequence[Item], num_scores: int) -> None:
             if not stored.is_open:
                 response["store"] = False
                 return
             made = list(map(_item_of, output))
             num_chars = sum(len(str(item)) for item in output)
             num_bytes = self.num_bytes + _STORED_BYTES + num_chars * _CHAR_BYTES
+            num_bytes += num_scores * HELD_SCORE_BYTES
             whole = StoredResponse(response_id, self.tenant, response, [*self.items, *made], num_bytes)
             stored.add(whole, made)
 
@@ -152,7 +154,7 @@ def _item_of(output: Item) -> InputItem:
     return FunctionCallItem.model_construct(**{**output, "arguments": arguments_in(output["arguments"])})
 
 
-def _forget(response: dict[str, Any], output: Sequence[Item]) -> None:
+def _forget(response: dict[str, Any], output: Sequence[Item], num_scores: int) -> None:
     """Of a response that its client does not want stored nothing is kept."""
 
 
