@@ -28,6 +28,16 @@ def test_objects_in_a_list_are() -> None:
     assert list(unknown_fields(body, data)) == [UnknownField("messages[].colour", None)]
 
 
+def test_of_many_only_the_first_are_compared_with_what_there_is() -> None:
+    many = {f"mx_tokens{i}": 1 for i in range(1000)}
+    data = {"messages": [{"role": "user", "content": "a", "reasonin": 1}] * 200, "temprature": 1, **many}
+    found = list(unknown_fields(ChatCompletionRequest.model_validate(data), data))
+    assert found[:200] == [UnknownField("messages[].reasonin", "messages[].reasoning")] * 200
+    assert found[200] == UnknownField("temprature", "temperature")
+    meant = [each.meant for each in found[201:]]
+    assert len(meant) == 1000 and meant.count("max_tokens") == 98 == len(list(filter(None, meant)))
+
+
 def test_before_each_part_of_a_body_others_may_run() -> None:
     """While it is checked as well as while unknown fields are looked for."""
     call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
