@@ -18,6 +18,7 @@ from engine.compute.drafters.eagle_round import GUESSES, Chain, EagleCompute, Ea
 from engine.compute.drafters.eagle_weights import EagleWeights
 from engine.compute.drafters.medusa import as_tensor
 from engine.compute.drafters.mtp_module import MtpModule
+from engine.compute.runner.device import in_stream, own_stream
 from engine.compute.sampling.noise import row_keys
 from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult, TargetFeatures
 from engine.plan.step_records import SamplingInputs
@@ -68,6 +69,9 @@ class EagleDrafter:
     A request that samples gets the tokens that the position's own noise favours, as the target will, where
     the drafter `couples`; see MedusaDrafter. A sequence whose older features are missing, since it was
     preempted or its prompt was cached, is drafted for from those there are.
+
+    On a GPU all of a call is in a stream of its own, beside the pass that verifies. It reads features that
+    the host has waited for, and is waited for itself.
     """
 
     is_cheap = False
@@ -96,6 +100,7 @@ class EagleDrafter:
         self._couples = couples
         self._plants_trees = plants_trees
         self._known: dict[str, _Known] = {}
+        self._stream = own_stream(kv.keys.device)
 
     def compute_with(self, compute: EagleCompute) -> None:
         """Compute so from now on, over the same K/V; before the first draft."""
@@ -105,22 +110,29 @@ class EagleDrafter:
     def draft(self, jobs: Sequence[DraftJob]) -> DraftResult:
         """A chain for each job with features of its newest token; whatever the layer raises comes through."""
         begin = perf_counter()
-        turns = self._turns(jobs)
-        drawn: dict[str, Draft] = {}
-        if turns:
-            try:
-                found = self._compute.run(self._round(turns))
-            except Exception:
-                self.close([turn.job.request.request_id for turn in turns])  # it is unknown what was written
-                raise
-            for turn, chain in zip(turns, found, strict=True):
-                turn.slab.num_kept += turn.num_rows
-                draft = plant(turn.job, self._beyond(turn, chain), as_tree=turn.is_tree)
-                if draft.parents is None:  # a chain is taken to be known here, unlike a tree
-                    self._known[draft.request_id].token_ids += draft.token_ids
-                drawn[draft.request_id] = draft
+        with in_stream(self._stream):
+            turns = self._turns(jobs)
+            drawn = self._drawn(turns) if turns else {}
+        if self._stream is not None:
+            self._stream.synchronize()  # features may be freed from now on
         drafts = tuple(drawn.get(job.request.request_id) or _answer(job, (), None) for job in jobs)
         return DraftResult(drafts, perf_counter() - begin)
+
+    def _drawn(self, turns: Sequence[_Turn]) -> dict[str, Draft]:
+        """What each of the turns drafts, by request."""
+        try:
+            found = self._compute.run(self._round(turns))
+        except Exception:
+            self.close([turn.job.request.request_id for turn in turns])  # it is unknown what was written
+            raise
+        drawn: dict[str, Draft] = {}
+        for turn, chain in zip(turns, found, strict=True):
+            turn.slab.num_kept += turn.num_rows
+            draft = plant(turn.job, self._beyond(turn, chain), as_tree=turn.is_tree)
+            if draft.parents is None:  # a chain is taken to be known here, unlike a tree
+                self._known[draft.request_id].token_ids += draft.token_ids
+            drawn[draft.request_id] = draft
+        return drawn
 
     def close(self, request_ids: Sequence[str]) -> None:
         """See Drafter."""

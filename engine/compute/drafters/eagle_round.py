@@ -74,7 +74,7 @@ def may_matter(chain: Chain, chance: float, wanted: int, least_chance: float) ->
 
 
 class EagleCompute(Protocol):
-    """Carries out rounds over the K/V that it was made with."""
+    """Carries out rounds over the K/V that it was made with, on a GPU in the stream that is current."""
 
     def run(self, work: EagleRound) -> list[Chain]:
         """The guesses for each of the J sequences, the target's ids."""

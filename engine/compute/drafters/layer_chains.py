@@ -18,7 +18,6 @@ from engine.compute.drafters.eagle_round import (
     Guess,
     may_matter,
 )
-from engine.compute.runner.device import in_stream, own_stream
 from engine.compute.sampling.noise import gumbel_of, noise_bits
 from engine.compute.sampling.processors import Filters, process_logits
 
@@ -61,26 +60,17 @@ class DraftLayer(Protocol):
 class LayerChains:
     """An EagleCompute. `least_chance` is how likely all drafts of a chain must be for another one.
 
-    Each place has `num_guesses`, up to GUESSES. On a GPU it computes in a stream of its own, beside the pass
-    that verifies: of features that the host has waited for, and it waits for what it queues.
+    Each place has `num_guesses`, up to GUESSES.
     """
 
     def __init__(self, layer: DraftLayer, least_chance: float, num_guesses: int = GUESSES) -> None:
         self._layer = layer
         self._least_chance = least_chance
         self._num_guesses = num_guesses
-        self._stream = own_stream(layer.token_ids.device)
 
     @torch.inference_mode()
     def run(self, work: EagleRound) -> list[Chain]:
         """See EagleCompute."""
-        with in_stream(self._stream):
-            chains = self._chains(work)
-        if self._stream is not None:
-            self._stream.synchronize()  # features may be freed from now on
-        return chains
-
-    def _chains(self, work: EagleRound) -> list[Chain]:
         layer, device = self._layer, self._layer.token_ids.device
         spans = [Span(*each) for each in zip(work.slabs, work.num_kept, work.num_rows, strict=True)]
         token_ids = torch.tensor(work.token_ids, device=device)

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.compute.drafters import eagle, eagle_loader
+from engine.compute.drafters import eagle, eagle_loader, layer_chains
 from engine.compute.drafters.eagle import EagleDrafter, plant
 from engine.compute.drafters.eagle_layer import CONFIG_FILE, WEIGHTS_FILE
 from engine.compute.drafters.eagle_loader import EagleRoom, load_eagle_drafter, shipped_heads
@@ -309,3 +310,56 @@ def test_what_is_missing_or_damaged_is_refused(directory: Path, target: LoadedMo
     (tmp_path / WEIGHTS_FILE).write_bytes(b"nothing")
     with pytest.raises(StartRefused, match="missing or damaged"):
         load_eagle_drafter(tmp_path, target, ROOM)
+
+
+class PlayedStream:
+    """Stands for a stream of a device; it is entered as `in_stream` would have it."""
+
+    is_entered = False
+    is_done = True
+
+    def __enter__(self) -> None:
+        self.is_entered, self.is_done = True, False
+
+    def __exit__(self, *_: object) -> None:
+        self.is_entered = False
+
+    def synchronize(self) -> None:
+        self.is_done = True
+
+
+class Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the operations, but for views, that are queued in a stream, and those that are not."""
+
+    def __init__(self, stream: PlayedStream) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._stream = stream
+        self.within: set[str] = set()
+        self.outside: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not func.is_view:
+            noted = self.within if self._stream.is_entered else self.outside
+            noted.add(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+def test_all_of_a_call_is_in_the_drafters_stream(
+    directory: Path, target: LoadedModel, features: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Features of several are put together, and full slabs slide: elsewhere they would wait for a pass."""
+    stream = PlayedStream()
+    for module in (eagle, layer_chains):
+        monkeypatch.setattr(module, "own_stream", lambda _: stream, raising=False)
+        monkeypatch.setattr(module, "in_stream", lambda entered: entered, raising=False)
+    drafter = load_eagle_drafter(directory, target, ROOM)
+    askings = [Asking(name, features) for name in ("a", "b")]
+    with Noting(stream) as noted:
+        for num_known in (12, 24, 36, 48):
+            drafts = drafter.draft([asking.job(num_known) for asking in askings]).drafts
+            assert all(draft.token_ids for draft in drafts)
+            assert not stream.is_entered and stream.is_done
+    assert {"cat", "clone"} <= noted.within
+    assert not noted.outside
