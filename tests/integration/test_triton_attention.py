@@ -141,6 +141,17 @@ def test_any_step(case: int) -> None:
     check(noise, int(rng.integers(1, 40)))
 
 
+@pytest.mark.parametrize(("num_drafts", "has_trees"), [(20, False), (60, True)])
+def test_prompts_beside_trees_have_the_kernel_of_prompts_alone(num_drafts: int, has_trees: bool) -> None:
+    """Another would be compiled while streams wait for it, unless trees are as long as prompts."""
+    chunks = [random_tree(np.random.default_rng(2), 30, num_drafts), Chunk(0, 60)]
+    inputs, num_blocks = scattered_step(chunks, 16)
+    kv = KvTensors((LayerKv(1, 16, 16),), num_blocks, 16, torch.float32, CPU)
+    step = backend().plan(inputs, kv)
+    step.attend(torch.randn(len(inputs.token_ids), 1, 16), LayerCall(0, 1.0))
+    assert {what[0]: tile.has_trees for what, tile in step._tiles.items()}["prefill"] == has_trees
+
+
 def test_a_sick_sequence_is_sick_alone() -> None:
     """NaN in one sequence's own keys is its result, and nobody else's."""
     chunks = [Chunk(300), Chunk(40), Chunk(100, 5), Chunk(20, 60)]

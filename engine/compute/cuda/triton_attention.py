@@ -70,7 +70,7 @@ class TritonStep:
         self._tables = tables
         self._kv = kv
         self._tiles: dict[tuple[str, int, LayerKv, bool, bool], TritonTile] = {}
-        self._kinds = Workforce.of(gpu.processors, kv.compute_dtype.itemsize).kinds
+        self._workforce = Workforce.of(gpu.processors, kv.compute_dtype.itemsize)
         self._pages = pages_of(kv.dtype)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -138,7 +138,7 @@ class TritonStep:
         partials = (work.num_partials, num_heads)
         sums = query.new_empty((*partials, layer.value_dim), dtype=torch.float32)
         weights = query.new_empty((*partials, 2), dtype=torch.float32)
-        for kind, items in zip(self._kinds, work.items, strict=True):
+        for kind, items in zip(self._workforce.kinds, work.items, strict=True):
             if len(items):
                 self._attend_items(kind, items, query, call, (output, sums, weights))
         if len(work.merges):
@@ -204,7 +204,8 @@ class TritonStep:
         layer = self._kv.layers[call.layer]
         group = num_heads // layer.num_kv_heads
         heads = kind.heads(group)
-        has_trees = kind.expects_trees or (kind.max_queries > 1 and self._tables.has_trees)
+        may_have = kind.max_queries > 1 and self._tables.longest_tree >= self._workforce.fewest_queries(kind)
+        has_trees = kind.expects_trees or may_have
         tile = TritonTile(
             queries=kind.queries,
             heads=heads,

@@ -58,7 +58,8 @@ class StepTables:
         self._bucket = bucket
         self._works: dict[HeadShape, DeviceWork] = {}
         self._lengths: StepLengths | None = None
-        self.has_trees = bucket is not None and bucket.max_tree_tokens > 0
+        # Of the sequences that have a tree the most new tokens, in a bucket the most there may be.
+        self.longest_tree = 0 if bucket is None or not bucket.max_tree_tokens else bucket.max_query_len
 
     @property
     def has_padding(self) -> bool:
@@ -105,7 +106,7 @@ class StepTables:
             inputs.query_lens.astype(np.intp), inputs.kv_lens.astype(np.intp), has_tree
         )
         if self._bucket is None:
-            self.has_trees = bool(trees)
+            self.longest_tree = int(inputs.query_lens[has_tree].max(initial=0))
             self.arrays = DeviceInts({name: array.shape for name, array in arrays.items()}, self._device)
         for number, shape in enumerate(self._works):
             arrays |= self._arrays_of(cut_work(self._lengths, shape, self._workforce), number)

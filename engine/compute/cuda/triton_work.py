@@ -96,6 +96,11 @@ class Workforce(NamedTuple):
         """For keys and values of `itemsize` bytes."""
         return cls(processors, _HALF_PRECISION if itemsize <= 2 else _FULL_PRECISION)
 
+    def fewest_queries(self, kind: TileKind) -> int:
+        """How many new tokens a sequence has at least that is cut into tiles of this kind."""
+        smaller = (each.max_queries for each in self.kinds if each.max_queries < kind.max_queries)
+        return 1 + max(smaller, default=0)
+
 
 class StepLengths(NamedTuple):
     """A step's sequences as far as work depends on them. `has_tree` marks drafts that are no chain."""
