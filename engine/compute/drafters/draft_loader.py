@@ -15,6 +15,7 @@ import torch
 from config import ModelSettings, Settings, SpeculationSettings
 from engine.compute.attention.kv_tensors import bytes_per_block
 from engine.compute.cuda.cuda_runner import CudaRunner
+from engine.compute.cuda.draw_choice import choose_draws
 from engine.compute.cuda.graphs.recorder import CudaRecorder
 from engine.compute.cuda.graphs.step_graphs import GraphLimits
 from engine.compute.drafters.draft_model import DraftModelDrafter, DraftSizes, OnDevice
@@ -143,7 +144,8 @@ def on_device(loaded: LoadedModel, sizes: DraftSizes) -> OnDevice | None:
     if loaded.device.type != "cuda":
         return None
     plain = ModelRunner(loaded, sizes.num_blocks, sizes.block_size, Sampler(loaded.vocab_size, loaded.device))
-    runner = CudaRunner(plain, sizes.max_num_seqs, draft_graphs(loaded, sizes), CudaRecorder(loaded.device))
+    recorder, draws = CudaRecorder(loaded.device), choose_draws(loaded.device)
+    runner = CudaRunner(plain, sizes.max_num_seqs, draft_graphs(loaded, sizes), recorder, draws)
     runner.warm_up()
     return OnDevice(runner, own_stream(loaded.device))
 

@@ -14,6 +14,8 @@ from transformers import MambaConfig, MambaForCausalLM
 from config import ModelSettings, Settings
 from config.schema import SpeculationSettings
 from engine.compute.attention.kv_tensors import bytes_per_block
+from engine.compute.cuda.device_draw import TORCH_DRAWS
+from engine.compute.drafters import draft_loader
 from engine.compute.drafters.draft_loader import (
     AUTO_LANES,
     TargetRoom,
@@ -21,7 +23,9 @@ from engine.compute.drafters.draft_loader import (
     count_draft_blocks,
     load_draft_model,
     num_lanes,
+    on_device,
 )
+from engine.compute.drafters.draft_model import DraftSizes
 from engine.errors import StartRefused
 from engine.plan.request import SamplingParams
 from engine.plan.speculation.drafter import DraftJob, DraftRequest
@@ -132,3 +136,30 @@ def test_on_a_gpu_there_are_no_lanes_and_who_asks_for_some_is_told() -> None:
     assert num_lanes(SpeculationSettings(), gpu) == 0
     with pytest.raises(StartRefused, match=r"--draft-lanes 2: .*Add --draft-device cpu"):
         num_lanes(SpeculationSettings(draft_lanes=2), gpu)
+
+
+def test_a_gpu_draws_drafts_as_fast_as_it_draws_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whole sorts and passes in float64 a draft took longer to draw than to compute."""
+    asked: list[torch.device] = []
+    given: list[object] = []
+    fast = TORCH_DRAWS._replace()
+
+    def choose_draws(device: torch.device) -> object:
+        asked.append(device)
+        return fast
+
+    class Runner:
+        def __init__(self, *parts: object) -> None:
+            given.extend(parts)
+
+        def warm_up(self) -> None: ...
+
+    for name in ("ModelRunner", "Sampler", "CudaRecorder", "own_stream"):
+        monkeypatch.setattr(draft_loader, name, lambda *_: None)
+    monkeypatch.setattr(draft_loader, "CudaRunner", Runner)
+    monkeypatch.setattr(draft_loader, "choose_draws", choose_draws, raising=False)
+    device = torch.device("cuda", 1)
+    sizes = DraftSizes(VOCAB_SIZE, num_blocks=8, block_size=16, max_num_seqs=4)
+    assert on_device(replace(load_tiny("llama"), device=device), sizes) is not None
+    assert any(part is fast for part in given)
+    assert asked == [device]
