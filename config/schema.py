@@ -214,7 +214,7 @@ class SchedulerSettings(Section):
         None,
         ge=1,
         le=2**16,
-        description="most sequences running at once; auto = 64 on a CPU, 32 to 256 as a GPU's memory holds",
+        description="most sequences running at once; auto = 64 on a CPU, up to 256 as a GPU's memory holds",
     )
     max_num_batched_tokens: WholeOrAuto = Field(
         None,

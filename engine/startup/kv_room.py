@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -113,6 +114,12 @@ class KvRoom:
         """What a recurrent model keeps for every seat, with the rows of as many drafts as there may be."""
         return self._states_bytes(self.sizes.max_num_seqs)
 
+    @property
+    def holds_seats(self) -> bool:
+        """Whether one sequence's K/V fits beside the states of all seats; true of a model without states."""
+        left = self.num_bytes - self.seats_bytes
+        return not self.seats_bytes or left >= self.longest * self.block_bytes
+
     def count_blocks(self) -> int:
         """How many K/V blocks fit the memory; at least one sequence of max_model_len, or StartRefused.
 
@@ -122,7 +129,7 @@ class KvRoom:
         cache, block_bytes, needed = self.settings.cache, self.block_bytes, self.longest
         memory, source = self.num_bytes, self.memory.source
         left = memory - self.seats_bytes
-        if self.seats_bytes and left < needed * block_bytes:
+        if not self.holds_seats:
             raise StartRefused(
                 f"The recurrent states of max-num-seqs {self.sizes.max_num_seqs} take {self.seats_bytes} "
                 f"bytes and one sequence's K/V {needed * block_bytes} bytes; {source} gives {memory}. "
@@ -192,8 +199,11 @@ def foresee_kv_room(
     needs = ModelNeeds.of(settings, loaded, beside)
     sizes = step_sizes(settings, needs, None if gauge is None else gauge.free_and_total()[1])
     coming = beside.total + (0 if is_loaded else needs.weights)
-    memory = find_kv_memory(settings, loaded, sizes, gauge, needs.work(sizes), coming)
-    room = KvRoom(settings, loaded, sizes, memory)
+
+    def find(sizes: StepSizes) -> KvMemory:
+        return find_kv_memory(settings, loaded, sizes, gauge, needs.work(sizes), coming)
+
+    room = _with_seats_that_fit(KvRoom(settings, loaded, sizes, find(sizes)), find)
     if gauge is None or is_kv_given(settings) or not beside.kept:
         return room
     return replace(room, drafts=beside.kept_bytes(room.for_drafters))
@@ -219,8 +229,21 @@ def measure_kv_room(
     if gauge is not None and "kv_cache_memory" not in settings.cache.model_fields_set:
         sizes, work_bytes = _measure(loaded, sampler, gauge, sizes)
         log.info("the largest step works in %s", rough_size(work_bytes))
-    memory = find_kv_memory(settings, loaded, sizes, gauge, work_bytes, coming)
-    return KvRoom(settings, loaded, sizes, memory)
+
+    def find(sizes: StepSizes) -> KvMemory:
+        return find_kv_memory(settings, loaded, sizes, gauge, work_bytes, coming)
+
+    return _with_seats_that_fit(KvRoom(settings, loaded, sizes, find(sizes)), find)
+
+
+def _with_seats_that_fit(room: KvRoom, find: Callable[[StepSizes], KvMemory]) -> KvRoom:
+    """The room with as many seats as it holds the states of, as far as nobody has asked for so many.
+
+    `find` tells its memory with fewer of them.
+    """
+    while not room.holds_seats and (fewer := room.sizes.with_fewer_seats()) is not None:
+        room = replace(room, sizes=fewer, memory=find(fewer))
+    return room
 
 
 def _measure(

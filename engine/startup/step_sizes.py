@@ -20,6 +20,7 @@ from engine.startup.build_speculation import foreseen_draft_tokens
 
 _GPU_BLOCK: Final = 64
 _GPU_SEATS: Final = (32, 48, 64, 96, 128, 192, 256)
+_FEW_SEATS: Final = (1, 2, 4, 8, 16, 24)  # where the states of more do not fit
 _GPU_TOKENS: Final = (2048, 4096, 8192)
 _WORK_SHARE: Final = 32  # one part in so many of a GPU's memory is what a step's tokens may be computed in
 _SENSIBLE_LEN: Final = 1024  # tokens of a sequence, prompt and output together
@@ -41,7 +42,8 @@ class StepSizes:
       behind weights and work space holds K/V and states of, from 32 to 256, in sizes that steps are recorded
       for. The weights are also those of drafters and of an embedding model, and what drafters keep of as many
       sequences leaves less. More would be preempted before they end; beyond 256 a step grows as much as its
-      sequences do.
+      sequences do. Each seat of a recurrent model has its state from the start: where memory is short of
+      these in the end, there are fewer seats.
 
     By the whole of the device's memory, not by what is free: the same flags make the same sizes each start.
     """
@@ -59,6 +61,15 @@ class StepSizes:
         reason = f"derived: {self.max_num_batched_tokens} find no memory to be computed in"
         origins = {**self.origins, name: reason}
         return replace(self, max_num_batched_tokens=num_tokens, origins=origins)
+
+    def with_fewer_seats(self) -> StepSizes | None:
+        """The same with the next fewer seats; None where they were not derived, or there is one."""
+        name = "max_num_seqs"
+        fewer = [count for count in (*_FEW_SEATS, *_GPU_SEATS) if count < self.max_num_seqs]
+        if not self.origins.get(name, "").startswith("derived") or not fewer:
+            return None
+        reason = "derived: the states of more find no memory"
+        return replace(self, max_num_seqs=fewer[-1], origins={**self.origins, name: reason})
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import torch
 from config import load_settings
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.drafters.draft_loader import TargetRoom
+from engine.compute.loading.loader import LoadedModel
 from engine.compute.recurrent.slot_states import LayerState
 from engine.compute.sampling.sampler import Sampler
 from engine.errors import StartRefused
@@ -18,6 +19,7 @@ from engine.startup.build_runner import recorded_bytes
 from engine.startup.kv_room import HostRoom, KvRoom, find_kv_memory, foresee_kv_room, measure_kv_room
 from engine.startup.step_sizes import MemoryBeside, ModelNeeds, StepSizes
 from tests.support.packed import load_tiny
+from tests.support.recurrent import load_recurrent
 
 BLOCK_BYTES = 4096  # 16 tokens of one layer with a head of 32 numbers, in 32 bits
 STATE = LayerState(layer_idx=0, row_width=0, conv_width=0, shape=(256,))  # 1 KiB a seat
@@ -273,3 +275,33 @@ def test_sizes_that_drafters_were_made_by_stay() -> None:
     sizes = StepSizes(3, 32, 8)
     room = measure_kv_room(load_settings((), {}), loaded, sampler, FakeGauge([0, 0]), sizes)
     assert room.sizes is sizes
+
+
+def recurrent_with(seat_bytes: int) -> LoadedModel:
+    state = LayerState(layer_idx=0, row_width=0, conv_width=0, shape=(seat_bytes // 4,))
+    return replace(load_recurrent("mamba2"), states=(state,))
+
+
+@pytest.mark.parametrize(("seat_bytes", "seats"), [(150 << 20, 256), (208 << 20, 192), (3 * GIB, 16)])
+def test_seats_are_as_many_as_there_is_memory_for_the_states_of(seat_bytes: int, seats: int) -> None:
+    """They are derived from the whole device, of which others have 20 GiB."""
+    room = foresee_kv_room(load_settings((), {}), recurrent_with(seat_bytes), FakeGauge())
+    assert room.sizes.max_num_seqs == seats and room.count_blocks() > 0
+
+
+def test_seats_are_fewer_where_less_is_left_than_was_foreseen() -> None:
+    loaded, settings = recurrent_with(3 * GIB), load_settings(("--kv-cache-memory", "10GiB"), {})
+    sampler = Sampler(loaded.vocab_size, loaded.device)
+    sizes = foresee_kv_room(settings, loaded, FakeGauge()).sizes
+    foreseen = replace(sizes, max_num_seqs=32)
+    room = measure_kv_room(settings, loaded, sampler, FakeGauge(), foreseen)
+    assert room.sizes.max_num_seqs == sizes.max_num_seqs == 2
+    assert room.sizes.origins["max_num_seqs"] == "derived: the states of more find no memory"
+
+
+def test_seats_that_are_given_are_refused_where_their_states_do_not_fit() -> None:
+    settings = load_settings(("--max-num-seqs", "64"), {})
+    with pytest.raises(StartRefused, match="states of max-num-seqs 64 take"):
+        foresee_kv_room(settings, recurrent_with(GIB), FakeGauge()).count_blocks()
+    with pytest.raises(StartRefused, match="states of max-num-seqs 1 take"):
+        foresee_kv_room(load_settings((), {}), recurrent_with(60 * GIB), FakeGauge()).count_blocks()
