@@ -27,6 +27,7 @@ from engine.compute.native.decoder import NativeDecoder
 from engine.compute.native.places import is_unhooked
 from engine.compute.runner.layer_taps import tap
 from engine.compute.runner.steady_rotation import keep_rotation
+from engine.compute.runner.steady_sparsity import keep_sparsity
 from engine.plan.step_records import StepInputs
 
 
@@ -40,6 +41,7 @@ class PackedForward:
         attend_with(loaded.model, ATTENTION_NAME)
         scale_by_position(loaded.model)
         keep_rotation(loaded)
+        keep_sparsity(loaded.model)
         expect_no_padding(loaded.model)
         self.loaded = loaded
         self._feature_layers = tuple(feature_layers)
