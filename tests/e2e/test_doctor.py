@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from server.commands import cli
+from tests.support.tiny_embedders import save_embedder
 from tests.support.tiny_models import save_tiny_model
 
 OTHER = "v3" if platform.machine() in ("arm64", "aarch64") else "neon"  # kernels of another kind of CPU
@@ -91,6 +92,14 @@ def test_json_holds_the_same(model: str, capsys: pytest.CaptureFixture[str]) -> 
     assert found["cache"]["kv_bytes"] <= 2**20
     assert found["loaded"] is None
     assert {"slipstream", "torch", "transformers", "python"} <= set(found["machine"]["versions"])
+
+
+def test_an_embedding_model_is_loaded_for_real_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", str(save_embedder(tmp_path)), "--load", "--json"]) == 0
+    loaded = json.loads(capsys.readouterr().out)["loaded"]
+    assert loaded["load_s"] > 0 and loaded["tokens_per_s"] is None
 
 
 def test_all_that_stops_a_start_is_told_at_once_with_code_1(

@@ -108,6 +108,8 @@ async def _load(settings: Settings) -> LoadFacts:
     try:
         await engine.start()
         load_s = time.monotonic() - began
+        if not engine.generates:  # an embedding model, which has no K/V
+            return LoadFacts(load_s, 0, None)
         prompt = [0] * min(8, engine.info.max_model_len - 1)
         num_tokens = min(_NUM_TOKENS, engine.info.max_model_len - len(prompt))
         sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)

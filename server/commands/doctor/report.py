@@ -40,7 +40,10 @@ class ServerFacts:
 
 @dataclass(slots=True)
 class LoadFacts:
-    """What loading the model for real showed. Speed is of one greedy request, None when it made no token."""
+    """What loading the model for real showed. Speed is of one greedy request, None when it made no token.
+
+    `num_kv_blocks` is 0 for an embedding model, which makes none.
+    """
 
     load_s: float
     num_kv_blocks: int
