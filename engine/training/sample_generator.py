@@ -16,6 +16,7 @@ from engine.compute.drafters.medusa import as_tensor
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.model_runner import ForDrafts, ModelRunner
 from engine.compute.sampling.sampler import RowDraw, Sampler
+from engine.errors import StartRefused
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.request import FinishReason, Request, SamplingParams
 from engine.plan.scheduling.batcher import ContinuousBatcher
@@ -26,6 +27,7 @@ from engine.training.samples import Sample
 _BLOCK_SIZE = 16
 _MAX_BATCHED_TOKENS = 1024
 _TEMPERATURES = (0.7, 0.8, 0.9, 1.0)
+_MOST_FAILED = 2  # batches of answers in a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +80,12 @@ class SampleGenerator:
             target, kv.num_blocks, _BLOCK_SIZE, sampler, for_drafts=ForDrafts(keeps_features=keeps_hidden)
         )
         self._open: dict[str, _Growing] = {}
+        self._num_failed = 0  # answers in a row
 
     def steps(self, done: set[int]) -> Iterator[list[Sample]]:
         """Run step after step without end, leaving out the samples `done`; each gives those it finished.
 
-        Errors of the forward pass come through.
+        Errors of the forward pass come through. Raises StartRefused where no answer comes to an end.
         """
         next_number = 0
         while True:
@@ -127,6 +130,9 @@ class SampleGenerator:
                 del self._open[token.request.request_id]
                 if token.finish_reason is not FinishReason.ERROR:
                     finished.append(growing.sample())
+                self._num_failed = self._num_failed + 1 if token.finish_reason is FinishReason.ERROR else 0
+        if self._num_failed > _MOST_FAILED * self._batch_size:
+            raise StartRefused("The model's answers fail: its logits are not finite.")
         return finished
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -30,8 +31,8 @@ from engine.training.samples import Positions, Sample, SampleStore
 from engine.training.training_plan import MedusaPlan
 from tests.support.engines import collect
 from tests.support.native import WITHOUT_KERNELS
-from tests.support.packed import load_tiny, plain_logits
-from tests.support.tiny_models import save_tiny_model
+from tests.support.packed import as_loaded, load_tiny, plain_logits
+from tests.support.tiny_models import save_tiny_model, tiny_model
 
 
 @dataclass
@@ -305,6 +306,15 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_model_talks(tmp_
     with pytest.raises(StartRefused, match="cannot be written: Not a directory"):
         train_medusa_heads(settings, replace(make_plan(tmp_path / "out"), output=place), watch)
     assert not watch.stages
+
+
+def test_a_model_whose_answers_all_fail_is_refused() -> None:
+    target = as_loaded(deepcopy(tiny_model("llama")))
+    for name, weights in target.model.named_parameters():
+        if "mlp" in name:
+            weights.data.fill_(torch.nan)
+    with pytest.raises(StartRefused, match="its logits are not finite"):
+        generate(target, 1)
 
 
 def test_a_prompt_that_the_template_refuses_is_named(model: Path, tmp_path: Path) -> None:
