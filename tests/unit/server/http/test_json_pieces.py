@@ -98,7 +98,7 @@ async def test_a_large_reply_says_what_a_small_one_does(
         body |= {"messages": [{"role": "user", "content": "abc"}], "logprobs": True, "top_logprobs": 2}
     found: list[Any] = []
     for limit in (2000, 0):
-        monkeypatch.setattr(reply_module, "_MANY_VALUES", limit)
+        monkeypatch.setattr(reply_module, "MANY_VALUES", limit)
         async with server_url(FakeEngine()) as url:
             reply = await ask(url, "POST", path, body)
         assert ("content-length" in reply.headers) == (limit > 0 and not stream)
