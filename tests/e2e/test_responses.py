@@ -371,6 +371,14 @@ async def test_many_log_probabilities_are_written_in_pieces() -> None:
     assert max(map(len, chunks)) < 1 << 18
 
 
+async def test_a_tool_is_said_to_be_strict_where_its_calls_are_held_to_its_schema() -> None:
+    engine = engine_of(CALL)
+    async with server_url(engine) as url:
+        for asked in ({}, {"strict": None}, {"strict": False}, {"strict": True}):
+            found = check_response((await post(url, {"input": "hi", "tools": [WEATHER | asked]})).json())
+            assert found["tools"][0]["strict"] is (engine.requests[-1].grammar is not None), asked
+
+
 # What is stored.
 
 

@@ -98,7 +98,7 @@ def _always_shown(tool: FunctionTool | CustomTool | NamespaceTool) -> dict[str, 
         return {"description": tool.description or ""}
     if isinstance(tool, CustomTool):
         return {}
-    return {"parameters": tool.parameters, "strict": tool.strict is not False}
+    return {"parameters": tool.parameters, "strict": bool(tool.strict)}
 
 
 def _add(
