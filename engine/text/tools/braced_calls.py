@@ -97,32 +97,31 @@ class _Arguments:
     teller: CallTeller
 
     def tell_pairs(self, depth: int) -> Parser:
-        """The pairs of an object, behind its opening brace, up to the closing one."""
-        self.teller.arguments("{")
+        """An object, behind its opening brace."""
+        return (yield from self._tell_all("{", "}", self._tell_pair, depth))
+
+    def _tell_items(self, depth: int) -> Parser:
+        """A list, behind its opening bracket."""
+        return (yield from self._tell_all("[", "]", self._tell_value, depth))
+
+    def _tell_all(self, opening: str, closing: str, tell_one: Callable[[int], Parser], depth: int) -> Parser:
+        self.teller.arguments(opening)
         before = ""
-        while (yield from self._next_char()) != "}":
-            key = yield from self._key()
-            if key is None or (yield from self._next_char()) != ":":
-                return False
-            self.feed.take(1)
-            self.teller.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
-            if not (yield from self._tell_value(depth + 1)) or not (yield from self._goes_on("}")):
+        while (yield from self._next_char()) != closing:
+            self.teller.arguments(before)
+            if not (yield from tell_one(depth + 1)) or not (yield from self._goes_on(closing)):
                 return False
             before = ", "
         self.teller.arguments(self.feed.take(1))
         return True
 
-    def _tell_items(self, depth: int) -> Parser:
-        """The items of a list, behind its opening bracket, up to the closing one."""
-        self.teller.arguments("[")
-        before = ""
-        while (yield from self._next_char()) != "]":
-            self.teller.arguments(before)
-            if not (yield from self._tell_value(depth + 1)) or not (yield from self._goes_on("]")):
-                return False
-            before = ", "
-        self.teller.arguments(self.feed.take(1))
-        return True
+    def _tell_pair(self, depth: int) -> Parser:
+        key = yield from self._key()
+        if key is None or (yield from self._next_char()) != ":":
+            return False
+        self.feed.take(1)
+        self.teller.arguments(f"{json.dumps(key, ensure_ascii=False)}: ")
+        return (yield from self._tell_value(depth))
 
     def _tell_value(self, depth: int) -> Parser:
         char = yield from self._next_char()

@@ -83,8 +83,8 @@ def test_a_text_is_told_as_it_comes_up_to_what_may_be_its_quote() -> None:
     assert isinstance(start, CallStart) and brace == CallArguments(0, "{")
     assert told(stage.feed('path:<|"|>a.py<|')) == '"path": "a.py'
     assert told(stage.feed("b")) == "<|b"
-    assert told(stage.feed('\n"<|"|>,mo')) == r'\n\""'
-    assert told(stage.feed("de:tr")) == ', "mode": '
+    assert told(stage.feed('\n"<|"|>,mo')) == r'\n\"", '
+    assert told(stage.feed("de:tr")) == '"mode": '
     assert told(stage.feed("ue,note:[")) == 'true, "note": ['
     assert told(stage.feed('"c\\u00')) == '"c'
     assert told(stage.feed('e9"]')) == r'\u00e9"]'
