@@ -18,8 +18,8 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 HELLO = [{"role": "user", "content": "é🦀"}]
 COMMENT = b": keep-alive\n\n"
-TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
-WRITE = {"name": "write", "parameters": TEXT}
+LINES = {"type": "object", "properties": {"lines": {"type": "array"}}, "required": ["lines"]}
+WRITE = {"name": "write", "parameters": LINES}
 
 
 def neutral(chunk: bytes) -> bytes:
@@ -135,7 +135,7 @@ async def test_comments_flow_while_nothing_else_does() -> None:
         ("/v1/responses", {"input": "hi", "tools": [{"type": "function", **WRITE}]}, COMMENT),
         (
             "/v1/messages",
-            {"messages": HELLO, "max_tokens": 300, "tools": [{"name": "write", "input_schema": TEXT}]},
+            {"messages": HELLO, "max_tokens": 300, "tools": [{"name": "write", "input_schema": LINES}]},
             b"event: ping\n",
         ),
     ],
@@ -144,12 +144,12 @@ async def test_comments_flow_while_nothing_else_does() -> None:
 async def test_comments_flow_while_tokens_come_that_show_nothing_yet(
     path: str, body: dict[str, Any], sign: bytes
 ) -> None:
-    """As those of a long argument do, where the format tells it when it has ended."""
+    """As those of a long list do, where the format tells it when it has ended."""
 
     async def gate(_: int) -> None:
         await asyncio.sleep(0.001)
 
-    call = "<tool_call><function=write><parameter=text>\n{}\n</parameter></function></tool_call>"
+    call = '<tool_call><function=write><parameter=lines>\n["{}"]\n</parameter></function></tool_call>'
     engine = FakeEngine(
         tool_template="{{ tools }}<function=x><parameter=y>",
         reply=call.format("x" * 100),
