@@ -53,19 +53,23 @@ def test_who_is_left_out_sleeps_and_comes_back(kernels: NativeKernels) -> None:
     kernels.team.resize(3)
     expected = kernels.linear(x, weights)
 
-    def others_s() -> float:
-        """CPU seconds of all threads but this one, while it computes for a while."""
+    def others_share() -> float:
+        """CPU time of all threads but this one over its own, while it computes for a while.
+
+        A sanitizer has a thread of its own, which takes a little of it.
+        """
         own, whole = time.thread_time(), time.process_time()
         assert all(torch.equal(kernels.linear(x, weights), expected) for _ in range(20))
-        return time.process_time() - whole - (time.thread_time() - own)
+        own, whole = time.thread_time() - own, time.process_time() - whole
+        return whole / own - 1
 
     for members in (1, 3, 2, 1):
         kernels.team.limit(members)
         if members == 1:
-            others_s()  # who was still awake goes to sleep
-            assert others_s() < 0.002
+            others_share()  # who was still awake goes to sleep
+            assert others_share() < 0.01
         else:
-            assert any(others_s() > 0.002 for _ in range(200)), "on a busy machine they may come late"
+            assert any(others_share() > 0.01 for _ in range(200)), "on a busy machine they may come late"
     kernels.team.resize(1)
 
 
