@@ -6,6 +6,8 @@ import asyncio
 import gc
 import json
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -165,11 +167,11 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+@asynccontextmanager
+async def warm_server(folder: Path, **settings: Any) -> AsyncIterator[str]:
     """A server with a real tokenizer; as after a start, what is loaded is not collected again and again."""
-    model = save_tiny_model("llama", tmp_path_factory.mktemp("bombs") / "llama")
-    async with real_engine(model) as engine, server_url(engine) as url:
+    model = save_tiny_model("llama", folder / "llama")
+    async with real_engine(model) as engine, server_url(engine, **settings) as url:
         assert (await ask(url, "POST", COMPLETIONS, OK)).status == 200
         gc.collect()
         gc.freeze()
@@ -177,6 +179,12 @@ async def url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
             yield url
         finally:
             gc.unfreeze()
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+    async with warm_server(tmp_path_factory.mktemp("bombs")) as url:
+        yield url
 
 
 async def check(url: str, path: str, make: Callable[[], bytes], expected: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -10,11 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.e2e.http_server import server_url
-from tests.e2e.real_engine import real_engine
-from tests.e2e.wire import ask
-from tests.security.test_bombs import COMPLETIONS, HELLO, OK, RESULT, check
-from tests.support.tiny_models import save_tiny_model
+from tests.security.test_bombs import HELLO, RESULT, check, warm_server
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -82,16 +77,8 @@ BOMBS: dict[str, tuple[str, Callable[[], bytes], str]] = {
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
-    """A server with a real tokenizer; as after a start, what is loaded is not collected again and again."""
-    model = save_tiny_model("llama", tmp_path_factory.mktemp("bombs") / "llama")
-    async with real_engine(model) as engine, server_url(engine, ollama_api=True) as url:
-        assert (await ask(url, "POST", COMPLETIONS, OK)).status == 200
-        gc.collect()
-        gc.freeze()
-        try:
-            yield url
-        finally:
-            gc.unfreeze()
+    async with warm_server(tmp_path_factory.mktemp("bombs"), ollama_api=True) as url:
+        yield url
 
 
 @pytest.mark.parametrize("name", BOMBS)
