@@ -7,8 +7,9 @@ import errno
 import json
 import re
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -202,12 +203,39 @@ async def test_a_window_that_ends_first_expires_the_rest(tmp_path: Path) -> None
 
     engine = FakeEngine(gate=never)
     async with client_for(tmp_path, engine) as client:
+        begun_at = time.monotonic()
         batch = await ended(client, await submit(client, [line("a"), line("b")], window="1s"))
+        assert time.monotonic() - begun_at > 1
         assert (batch.status, batch.output_file_id) == ("expired", None)
         assert [row["error"]["code"] for row in await rows_of(client, batch.error_file_id)] == [
             "batch_expired"
         ] * 2
         assert not engine.num_open
+
+
+@pytest.mark.parametrize(("ending", "num_told"), [("expired", 2), ("cancelled", 0)])
+async def test_a_batch_that_is_over_before_it_was_validated_tells_of_all_its_lines_or_of_none(
+    tmp_path: Path, ending: str, num_told: int
+) -> None:
+    async def never(_: int) -> None:
+        await asyncio.Event().wait()
+
+    async with client_for(tmp_path, FakeEngine(gate=never)) as client:
+        batch = await submit(client, [line("a"), line("b")])
+        await until(client, batch, lambda each: each.status == "in_progress")
+    status = "validating" if ending == "expired" else "cancelling"
+    with closing(sqlite3.connect(tmp_path / "batches.sqlite3")) as database, database:
+        database.execute("DELETE FROM lines WHERE custom_id = 'b'")  # validation was interrupted between them
+        database.execute(
+            "UPDATE batches SET status = ?, in_progress_at = NULL, total = 0, expires_at = created_at - 9",
+            (status,),
+        )
+    async with client_for(tmp_path) as client:
+        batch = await ended(client, batch)
+        assert (batch.status, batch.output_file_id) == (ending, None)
+        assert (batch.request_counts.total, batch.request_counts.failed) == (num_told, num_told)
+        told = [] if batch.error_file_id is None else await rows_of(client, batch.error_file_id)
+        assert [row["error"]["code"] for row in told] == [f"batch_{ending}"] * num_told
 
 
 async def test_a_window_that_cannot_be_met_is_refused(tmp_path: Path) -> None:

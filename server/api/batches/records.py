@@ -55,6 +55,11 @@ class StoredBatch:
     failed: int = 0
     output_lifetime_s: int = LONGEST_LIFE_S
 
+    @property
+    def ends_by(self) -> int:
+        """The first second after the window, which begins within the second of `created_at`."""
+        return self.expires_at + 1
+
 
 @dataclass(frozen=True, slots=True)
 class Line:

@@ -153,7 +153,7 @@ class BatchRunner:
     async def _rest(self) -> None:
         """Until something changes, a pause is over, or a window ends."""
         now = time.time()
-        ends = [job.batch.expires_at - now for job in self._jobs.values()]
+        ends = [job.batch.ends_by - now for job in self._jobs.values()]
         pause_s = self._paused_until - time.monotonic()
         due_s = min([*(end for end in ends if end > 0), *([pause_s] if pause_s > 0 else [])], default=None)
         with suppress(TimeoutError):
@@ -253,7 +253,7 @@ class BatchRunner:
         for job in self.jobs:
             num_lines += job.num_unanswered
             needed_s = self.pace.needed_s(num_lines)
-            if needed_s is not None and num_lines and needed_s > job.batch.expires_at - now:
+            if needed_s is not None and num_lines and needed_s > job.batch.ends_by - now:
                 return True
         return False
 
@@ -348,8 +348,8 @@ def _ending_of(job: Job) -> str | None:
         return "cancelled"
     if batch.status == "finalizing" or (batch.status == "in_progress" and job.is_ended):
         return "completed"
-    if batch.expires_at <= time.time():
-        return "expired"
+    if batch.status == "in_progress" and batch.ends_by <= time.time():
+        return "expired"  # not while it is validated: each line is told that it was not answered
     return None
 
 

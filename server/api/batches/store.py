@@ -244,9 +244,12 @@ class BatchStore:
     def end_batch(self, batch_id: str, ending: str) -> StoredBatch:
         """Write the files of a batch and give it the status `ending`, in one transaction.
 
-        Lines without an answer get an error that says why. Killed before the end, it is done again.
+        Lines without an answer get an error that says why; where validation was not over, there are no lines.
+        Killed before the end, it is done again.
         """
         batch = self._existing(batch_id)
+        if batch.in_progress_at is None:
+            self.clear_lines(batch_id)
         if ending in _REASONS:
             self._refuse_rest(batch_id, ending)
         made = []
