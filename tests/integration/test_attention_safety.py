@@ -27,6 +27,7 @@ from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
 from engine.errors import UnsupportedModel
 from engine.plan.step_records import BlockCopy
+from tests.support.attention_noise import DRAFTS, Noise, check_what_shows
 from tests.support.packed import load_tiny, packed_forward, plain_logits, random_tokens
 
 BACKENDS = [pytest.param(CpuAttention(), id="cpu"), pytest.param(ReferenceAttention(), id="reference")]
@@ -180,7 +181,7 @@ def test_a_neighbours_nan_stays_with_the_neighbour(family: str, backend: Attenti
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("scrubbed", [True, False])
-def test_a_poisoned_block_is_safe_to_reuse_once_scrubbed(backend: AttentionBackend, scrubbed: bool) -> None:
+def test_a_poisoned_block_is_safe_to_reuse(backend: AttentionBackend, scrubbed: bool) -> None:
     rng = np.random.default_rng(1)
     pool = Pool("llama", backend)
     tokens, other = random_tokens(rng, 6), random_tokens(rng, 14)
@@ -190,14 +191,23 @@ def test_a_poisoned_block_is_safe_to_reuse_once_scrubbed(backend: AttentionBacke
     logits = pool.step(
         Part(tokens, 0, 5, [5, 3]), Part(other, 0, 13, [1, 2, 6, 7]), scrub=(3, 5) if scrubbed else ()
     )
-    if scrubbed:
-        assert_logits(logits[:5], expected[:5])
-        logits = pool.step(Part(tokens, 5, 6, [5, 3]), Part(other, 13, 14, [1, 2, 6, 7]))
-        assert_logits(logits[:1], expected[5:])
-    elif isinstance(
-        backend, CpuAttention
-    ):  # the control: whole blocks are read, so the scrub is what saved us
-        assert logits[:5].isnan().any()
+    assert_logits(logits[:5], expected[:5])
+    logits = pool.step(Part(tokens, 5, 6, [5, 3]), Part(other, 13, 14, [1, 2, 6, 7]))
+    assert_logits(logits[:1], expected[5:])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    "layer", [LayerKv(2, 16, 16), LayerKv(2, 16, 12, window=20), LayerKv(1, 16, 16, chunk=20)]
+)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_what_is_not_finite_shows_in_no_token_that_does_not_see_it(
+    backend: AttentionBackend, number: float, layer: LayerKv, softcap: float | None
+) -> None:
+    """A draft that is refused changes nothing before it, in its branch or beside it."""
+    noise = Noise(DRAFTS, layer, softcap=softcap)
+    check_what_shows(noise, backend, torch.device("cpu"), number)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -15,7 +15,15 @@ from engine.compute.attention import AttentionContext, LayerCall, ReferenceAtten
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
 from tests.support.attention_cases import OVER_BYTES, assert_close, decodes, matrix, mixed
-from tests.support.attention_noise import Chunk, Noise, attend, random_tree, scattered_step
+from tests.support.attention_noise import (
+    DRAFTS,
+    Chunk,
+    Noise,
+    attend,
+    check_what_shows,
+    random_tree,
+    scattered_step,
+)
 from tests.support.packed import load_tiny, packed_forward, random_schedule, random_tokens, run_schedule
 
 triton = pytest.importorskip("triton")
@@ -164,6 +172,12 @@ def test_a_sick_sequence_is_sick_alone() -> None:
     attended = context.attend(tokens, tokens, tokens, LayerCall(0, 1.0))
     assert attended[0].isnan().all()
     assert attended[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("layer", [LayerKv(1, 16, 16), LayerKv(1, 16, 12, window=20)])
+def test_what_is_not_finite_shows_in_no_token_that_does_not_see_it(number: float, layer: LayerKv) -> None:
+    check_what_shows(Noise(DRAFTS, layer, heads_of_each=1), backend(), CPU, number, every=3)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -51,6 +52,9 @@ def random_tree(rng: np.random.Generator, context: int, drafts: int, deepening: 
     return tree(context, parents)
 
 
+DRAFTS = [Chunk(0, 25), Chunk(30, 4), tree(18, [-1, 0, -1, 2, 0]), Chunk(50)]
+
+
 def scattered_step(chunks: Sequence[Chunk], block_size: int, seed: int = 0) -> tuple[StepInputs, int]:
     """A step of sequences over scattered blocks, and the number of blocks in the pool."""
     needed = [-(-(chunk.context + chunk.count) // block_size) for chunk in chunks]
@@ -72,10 +76,12 @@ def attend(
     *,
     poisoned: bool = False,
     kept: torch.dtype | None = None,
+    wrong: Mapping[int, float] = MappingProxyType({}),
 ) -> torch.Tensor:
     """The layer's result, computed in `dtype` from numbers that `noise.dtype` holds, over K/V `kept` so.
 
-    With `poisoned`, every slot that no token of the step may see is NaN.
+    With `poisoned`, every slot that no token of the step may see is NaN. Keys and values of `wrong` tokens of
+    the step have that number.
     """
     inputs, num_blocks = scattered_step(noise.chunks, noise.block_size)
     layer = noise.layer
@@ -99,10 +105,47 @@ def attend(
         query = draw(num_heads, num_tokens, layer.key_dim).transpose(0, 1)  # strided, as models have it
         key = draw(layer.num_kv_heads, num_tokens, layer.key_dim).transpose(0, 1)
         value = draw(num_tokens, layer.num_kv_heads, layer.value_dim)
+        for token, number in wrong.items():
+            key[token], value[token] = number, number
         context = AttentionContext(inputs, kv, backend)
         sinks = draw(num_heads, scale=3.0) if noise.has_sinks else None
         call = LayerCall(0, 0.3, layer.window, noise.softcap, layer.chunk, sinks)
         return context.attend(query, key, value, call).float().cpu()
+
+
+def check_what_shows(
+    noise: Noise, backend: AttentionBackend, device: torch.device, number: float, every: int = 1
+) -> None:
+    """A token with this `number`, which is not finite, shows in those that see it, and in no other's bits.
+
+    Asked of `every` so many tokens.
+    """
+    sound = attend(noise, backend, device, noise.dtype)
+    for token in range(0, len(sound), every):
+        found = attend(noise, backend, device, noise.dtype, wrong={token: number})
+        sick = seers(noise.chunks, token, noise.layer.reach)
+        assert [row for row, numbers in enumerate(found) if not numbers.isfinite().any()] == sick
+        sound_rows = [row for row in range(len(sound)) if row not in sick]
+        assert torch.equal(found[sound_rows], sound[sound_rows])
+
+
+def seers(chunks: Sequence[Chunk], token: int, reach: Reach | None) -> list[int]:
+    """The tokens of a step that see `token`, itself included."""
+    start = 0
+    while token >= start + chunks[0].count:
+        start, chunks = start + chunks[0].count, chunks[1:]
+    chunk = chunks[0]
+    trunk = chunk.count - len(chunk.parents)
+    paths: list[list[int]] = []
+    for place in range(chunk.count):
+        parent = place - 1 if place < trunk else trunk + chunk.parents[place - trunk]
+        paths.append([*(paths[parent] if place else []), place])
+    position = chunk.context + len(paths[token - start]) - 1
+    return [
+        start + place
+        for place, path in enumerate(paths)
+        if token - start in path and (reach is None or position >= reach.first(chunk.context + len(path) - 1))
+    ]
 
 
 def hidden_slots(inputs: StepInputs, num_blocks: int, block_size: int, reach: Reach | None) -> np.ndarray:

@@ -96,7 +96,22 @@ def attend_tile(
     """One tile of a group: `query` is [n, kv_heads, tile, heads of each, dim].
 
     `keys` and `values` are [n, kv_heads, positions, dim]. Gives [n, kv_heads, tile, heads of each, dim].
+    What is not finite (a draft's overflow, say) shows in the queries that see it, and in no other.
     """
+    attended = _attended(query, keys, values, tile, call)
+    if tile.mask is None or bool(attended.isfinite().all()):
+        return attended
+    # A weight of nothing times NaN is NaN: those that a mask hides must not take part at all.
+    broken = ~(keys.isfinite().all(-1) & values.isfinite().all(-1))  # [n, kv_heads, positions]
+    keys, values = (each.masked_fill(broken[..., None], 0.0) for each in (keys, values))
+    seen = F.pad(tile.mask == 0.0, (keys.shape[2] - tile.mask.shape[-1], 0), value=True)
+    sick = (seen & broken[:, :, None, None]).any(-1, keepdim=True)  # [n, kv_heads, tile, 1, 1]
+    return _attended(query, keys, values, tile, call).masked_fill_(sick, torch.nan)
+
+
+def _attended(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile: Tile, call: LayerCall
+) -> torch.Tensor:
     shape = query.shape[:4]
     if tile.fused and call.softcap is None and call.sinks is None and call.bias is None:
         mask = None if tile.mask is None else tile.mask.squeeze(3)

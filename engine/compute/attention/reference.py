@@ -107,8 +107,19 @@ def attend_sequence(
 ) -> torch.Tensor:
     """Masked attention of one sequence: `query` [T, heads, dim], `key` and `value` [K, kv heads, dim].
 
-    `mask` is True where a query may look, [T, K], or what is added to the scores, [heads, T, K].
+    `mask` is True where a query may look, [T, K], or what is added to the scores, [heads, T, K]. What is not
+    finite shows in the queries that see it, and in no other: it takes no part in the products of those.
     """
+    broken = ~(key.isfinite().all((1, 2)) & value.isfinite().all((1, 2)))  # [K]
+    key, value = (each.masked_fill(broken[:, None, None], 0.0) for each in (key, value))
+    seen = mask if mask.dtype is torch.bool else mask[0] > float("-inf")
+    sick = (seen & broken).any(-1)  # [T]
+    return _attended(query, key, value, mask, call).masked_fill(sick[:, None, None], torch.nan)
+
+
+def _attended(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, call: LayerCall
+) -> torch.Tensor:
     group = query.shape[1] // key.shape[1]
     query = query.transpose(0, 1)  # [heads, T, dim]
     key = key.transpose(0, 1).repeat_interleave(group, dim=0)  # [heads, K, dim]
