@@ -32,6 +32,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(compile_ahead.start())
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Looks for no garbage in what is collected: there is none, and it takes a fifth of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def known_heap() -> None:
     """What modules before have left is exempt from garbage collection, as what is loaded is in a server.
