@@ -167,15 +167,30 @@ def _pages(constants: dict[str, Any]) -> str:
 
 
 LAYERS: list[tuple[Any, dict[str, Any]]] = [
-    *((norm_kernel, {"HAS_ADDED": added, "WIDTH": 4096, "PADDED": 4096}) for added in (False, True)),
-    (gate_kernel, {"WIDTH": 14336, "CHUNKS": 14, "CHUNK": 1024}),
+    *(
+        (
+            norm_kernel,
+            {"HAS_ADDED": added, "NORMS_ADDED": normed, "HAS_NORM": has_norm, "WIDTH": 4096, "PADDED": 4096},
+        )
+        for added, normed, has_norm in (
+            *((False, False, True), (True, False, True)),
+            *((True, True, True), (True, True, False)),
+        )
+    ),
+    *(
+        (gate_kernel, {"WIDTH": 14336, "CHUNKS": 14, "CHUNK": 1024, "ACTIVATION": int(activation)})
+        for activation in (Activation.SILU, Activation.GELU_TANH, Activation.GELU)
+    ),
     *(
         (
             rotate_kernel,
             {"HAS_NORMS": norms, "NUM_HEADS": 32, "NUM_KV_HEADS": 8}
-            | {"DIM": 128, "PADDED_HALF": 64, "BLOCK_SIZE": 16, "PAGES": pages},
+            | {"DIM": 128, "ANGLES": angles, "PADDED_HALF": 64, "BLOCK_SIZE": 16, "PAGES": pages},
         )
-        for norms, pages in ((False, "plain"), (True, "plain"), (True, "int8"), (True, "fp8"))
+        for norms, pages, angles in (
+            *((False, "plain", 128), (True, "plain", 128), (True, "int8", 128), (True, "fp8", 128)),
+            *((False, "plain", 64), (True, "plain", 0)),
+        )
     ),
     (
         gated_norm_kernel,
@@ -190,9 +205,13 @@ LAYERS: list[tuple[Any, dict[str, Any]]] = [
     *(
         (
             row_product_kernel,
-            {"WIDTH": width, "COLUMNS": 2048, "IS_GATED": gated, "HAS_BIAS": False, "HAS_ADDED": not gated},
+            {"WIDTH": width, "COLUMNS": 2048, "IS_GATED": gated, "ACTIVATION": int(activation)}
+            | {"HAS_BIAS": False, "HAS_ADDED": not gated},
         )
-        for width, gated in ((4096, True), (14336, False))
+        for width, gated, activation in (
+            *((4096, True, Activation.SILU), (4096, True, Activation.GELU_TANH)),
+            (14336, False, Activation.SILU),
+        )
     ),
 ]
 FILTER: list[tuple[Any, dict[str, Any]]] = [
@@ -204,7 +223,19 @@ FILTER: list[tuple[Any, dict[str, Any]]] = [
 ]
 _ROWS = (
     *("query", "key", "value", "keys", "values", "output", "sinks", "logits", "best"),
-    *("row", "bias", "product", "given", "added", "weight", "total", "normed", "gate_up", "gated"),
+    *(
+        "row",
+        "bias",
+        "product",
+        "given",
+        "added",
+        "added_weight",
+        "weight",
+        "total",
+        "normed",
+        "gate_up",
+        "gated",
+    ),
     *("gates", "qkv", "cosines", "sines", "query_norm", "key_norm"),
 )
 
@@ -220,7 +251,7 @@ def _type(name: str, dtype: str, constants: dict[str, Any]) -> str:
         return f"*{dtype}"
     if name in ("partial_sums", "partial_weights", "temperature", "gaps"):
         return "*fp32"
-    if name in ("scale", "cap", "eps"):
+    if name in ("scale", "cap", "eps", "added_eps", "multiplier"):
         return "fp32"
     return "i32" if name.endswith(INTEGERS) else "*i32"
 

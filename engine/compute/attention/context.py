@@ -29,7 +29,7 @@ class RotatingStep(Protocol):
         self,
         layer: int,
         qkv: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
+        rotation: tuple[torch.Tensor, torch.Tensor] | None,
         norms: HeadNorms | None,
     ) -> torch.Tensor:
         """The queries of `qkv`; its keys and values are stored. See AttentionContext.rotate_and_attend."""
@@ -78,14 +78,15 @@ class AttentionContext:
     def rotate_and_attend(
         self,
         qkv: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
+        rotation: tuple[torch.Tensor, torch.Tensor] | None,
         norms: HeadNorms | None,
         call: LayerCall,
     ) -> torch.Tensor:
         """As `attend`, from each token's queries, keys and values side by side, not normed and not rotated.
 
         `qkv` is [num_tokens, (num_heads + 2 * num_kv_heads) * dim], `rotation` its cosines and sines, each
-        [num_tokens, dim]. For a backend whose steps are RotatingSteps.
+        [num_tokens, dim], or the half of dim that both halves of a head share; None rotates nothing. For a
+        backend whose steps are RotatingSteps.
         """
         query = cast(RotatingStep, self._step).rotate_and_write(call.layer, qkv, rotation, norms)
         return self._step.attend(query, call)

@@ -8,20 +8,12 @@ chose whom is read on the device. A number that no expert has is left out. Weigh
 
 from __future__ import annotations
 
-import math
-
 import triton
 import triton.language as tl
 
-from engine.compute.native.records import Activation
+from engine.compute.cuda.triton_activations import activated
 
 _WORDS = tl.constexpr(3)  # of a tile: its expert, its first pair in their order, and where the expert's end
-_GELU_TANH = tl.constexpr(int(Activation.GELU_TANH))
-_GELU = tl.constexpr(int(Activation.GELU))
-_RELU_SQUARED = tl.constexpr(int(Activation.RELU_SQUARED))
-_TANH_SLOPE = tl.constexpr(2 * math.sqrt(2 / math.pi))
-_TANH_CUBE = tl.constexpr(0.044715)
-_ROOT_HALF = tl.constexpr(math.sqrt(0.5))
 
 
 @triton.jit
@@ -103,21 +95,10 @@ def _inputs_at(x, rows, is_row, columns, WIDTH: tl.constexpr, EVEN: tl.constexpr
 
 
 @triton.jit
-def _activation_of(gate, SHAPE: tl.constexpr):
-    """What a gate, or what there is without one, goes through, in float32.
-
-    GELU and its approximation by tanh are those of Hendrycks and Gimpel 2016.
-    """
-    if SHAPE.activation == _RELU_SQUARED:
-        gate = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        share = gate
-    elif SHAPE.activation == _GELU:
-        share = tl.erf(gate * _ROOT_HALF) * 0.5 + 0.5
-    elif SHAPE.activation == _GELU_TANH:  # (1 + tanh(x)) / 2 is sigmoid(2 * x)
-        share = tl.sigmoid(gate * (gate * gate * _TANH_CUBE + 1.0) * _TANH_SLOPE)
-    else:
-        share = tl.sigmoid(gate * SHAPE.alpha)
-    return gate * share
+def _activated(gate, SHAPE: tl.constexpr):
+    ACTIVATION: tl.constexpr = SHAPE.activation
+    ALPHA: tl.constexpr = SHAPE.alpha
+    return activated(gate, ALPHA, ACTIVATION)
 
 
 @triton.jit
@@ -127,7 +108,7 @@ def _gated(gate, up, SHAPE: tl.constexpr):
         gate = tl.minimum(gate, SHAPE.limit, propagate_nan=tl.PropagateNan.ALL)
         up = tl.minimum(up, SHAPE.limit, propagate_nan=tl.PropagateNan.ALL)
         up = tl.maximum(up, -SHAPE.limit, propagate_nan=tl.PropagateNan.ALL) + 1.0
-    return _activation_of(gate, SHAPE) * up
+    return _activated(gate, SHAPE) * up
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -179,7 +160,7 @@ def expert_gate_kernel(
         up += tl.load(own + WIDTH, mask=outs < WIDTH, other=0.0).to(tl.float32)[:, None]
     kind: tl.constexpr = activated.dtype.element_ty
     gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)  # as products are rounded
-    result = _gated(gate, up, SHAPE) if SHAPE.is_gated else _activation_of(gate, SHAPE)
+    result = _gated(gate, up, SHAPE) if SHAPE.is_gated else _activated(gate, SHAPE)
     targets = activated + slots.to(tl.int64)[None, :] * WIDTH + outs[:, None]
     tl.store(targets, result.to(kind), mask=(outs < WIDTH)[:, None] & is_row[None, :])
 

@@ -1,4 +1,4 @@
-"""FusedLayer: a decoder layer of Llama's kind in ten launches, in place of some forty.
+"""FusedLayer: a decoder layer in ten or eleven launches, in place of forty (Llama) to seventy (Gemma 3).
 
 The projections of one input are one matrix product, and what lies between products is one kernel each. Of
 one row, as when a single sequence decodes, the products are kernels too, with what follows them. A mixture of
@@ -17,30 +17,23 @@ from torch import nn
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext, LayerCall
 from engine.compute.attention.context import HeadNorms
 from engine.compute.cuda.coded_linear import TritonLinear, joined_bias, joined_linear
-from engine.compute.cuda.layer_kernels import gate_kernel, norm_kernel
+from engine.compute.cuda.fused_norms import FusedNorm, add, add_and_norm, eps_of, norm
+from engine.compute.cuda.layer_kernels import gate_kernel
 from engine.compute.cuda.row_products import added_row_product, gated_row_product, row_product
 from engine.compute.loading.coded_weights import are_joinable
-from engine.compute.native.families import is_read_mixture, is_whole
+from engine.compute.native.families import NORM_NAMES, NormNames, family_of, is_read_mixture, is_whole
+from engine.compute.native.modules import activation_of, mlp_names
 from engine.compute.native.places import is_unhooked
+from engine.compute.native.records import Activation, NormKind
 from engine.errors import UnsupportedModel
 
 Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 Projection: TypeAlias = nn.Linear | TritonLinear
 
-_PARTS = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
-_SILU = ("SiLU", "SiLUActivation")  # torch's, and transformers' own
+_JOINED = "qkv_proj"  # where a model has joined them itself
+_APART = ("q_proj", "k_proj", "v_proj")
+_HEAD_NORMS = ("q_norm", "k_norm")
 _CHUNK = 1024  # columns that one program gates
-_NARROW = 1024  # columns up to which four warps norm a row as fast as eight
-
-
-class _Norm(Protocol):
-    @property
-    def weight(self) -> torch.Tensor: ...
-
-    @property
-    def variance_epsilon(self) -> float: ...
 
 
 class FusedLayer(nn.Module):
@@ -52,19 +45,24 @@ class FusedLayer(nn.Module):
 
     def __init__(self, original: Any, call: LayerCall) -> None:
         super().__init__()
-        attention, dtype = original.self_attn, original.input_layernorm.weight.dtype
-        mlp_class = _mlp_class(original.mlp, dtype)
+        attention = original.self_attn
+        names = _norm_names(original)
+        assert names is not None, "only layers that fit are asked for"
+        mlp_class = _mlp_class(original.mlp, getattr(original, next(iter(names))).weight.dtype)
         assert mlp_class is not None, "only layers that fit are asked for"
-        self.qkv = joined(_inputs_of(attention, _ATTENTION[:3]))
+        self.qkv = joined(_inputs_of(attention))
         self.output = attention.o_proj
         self.mlp: Mlp = mlp_class(original.mlp)
         # Kernels of their own for one row read plain weights. Those that read codes serve any number.
         linears = (self.qkv, self.output, *self.mlp.linears)
         self.is_plain = all(type(linear) is nn.Linear for linear in linears)
-        self.input_norm = original.input_layernorm
-        self.middle_norm = original.post_attention_layernorm
+        self.input_norm = _norm_of(original, names.before_attention)
+        self.attention_norm = _norm_of(original, names.after_attention)
+        self.middle_norm = _norm_of(original, names.before_mlp)
+        self.mlp_norm = _norm_of(original, names.after_mlp)
+        self.multiplier = float(getattr(original, "residual_multiplier", 1.0))
         self.head_norms = _head_norms(attention)
-        self.head_dim: int = attention.head_dim
+        self.is_rotated = _is_rotated(attention)
         self.call = call
 
     @staticmethod
@@ -72,51 +70,68 @@ class FusedLayer(nn.Module):
         """True for one that can be computed; its output is still to be compared."""
         if not is_whole(layer, "DecoderLayer") or not all(map(is_unhooked, layer.modules())):
             return False
-        if {name for name, _ in layer.named_children()} != _PARTS:
+        names = _norm_names(layer)
+        if names is None or hasattr(layer, "layer_scalar"):
             return False
-        attention = layer.self_attn
-        head_norms = [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
-        norms = [layer.input_layernorm, layer.post_attention_layernorm, *head_norms]
+        attention, norms = layer.self_attn, [getattr(layer, name) for name in names]
         return (
             is_whole(attention, "Attention")
-            and all(_is_projection(linear, dtype) for linear in _inputs_of(attention, _ATTENTION))
-            and _can_be_joined(_inputs_of(attention, _ATTENTION[:3]))
             and all(is_whole(norm, "RMSNorm") and norm.weight.dtype is dtype for norm in norms)
-            and all(len(norm.weight) == attention.head_dim for norm in head_norms)  # OLMoE's are of all heads
-            and attention.head_dim % 2 == 0
-            and attention.k_proj.out_features == attention.v_proj.out_features
+            and _fits_heads(attention, dtype)
             and _mlp_class(layer.mlp, dtype) is not None
         )
 
     @staticmethod
     def rotates(layer: Any, rotation: Any, dtype: torch.dtype) -> bool:
         """True for angles that the kernel takes: of whole heads, in the model's own number format."""
+        attention = layer.self_attn
+        if not _is_rotated(attention):
+            return True
+        family = family_of(attention)
+        width = attention.head_dim // (2 if family is not None and family.has_half_angles else 1)
         return isinstance(rotation, tuple) and all(
-            part.dtype is dtype and part.shape[-1] == layer.self_attn.head_dim for part in rotation
+            part.dtype is dtype and part.shape[-1] == width for part in rotation
         )
 
     def forward(
-        self, hidden_states: torch.Tensor, position_embeddings: Rotation, **options: Any
+        self, hidden_states: torch.Tensor, position_embeddings: Rotation | None = None, **options: Any
     ) -> torch.Tensor:
         """[1, N, hidden] to the same, with the keyword `slipstream_context`."""
         normed, total = self.attended(hidden_states, position_embeddings, **options)
-        return self.mlp.added(normed, total, self._products(len(normed)))[None]
+        return self.finished(normed, total, self._products(len(normed)))[None]
 
     def attended(
-        self, hidden_states: torch.Tensor, position_embeddings: Rotation, **options: Any
+        self, hidden_states: torch.Tensor, position_embeddings: Rotation | None = None, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the same what the MLP is given, and what its answer is added to, both [N, hidden]."""
         if options.get("attention_mask") is not None:
             raise UnsupportedModel("The model cannot be served exactly: it builds its own attention mask.")
         context: AttentionContext = options[CONTEXT_KEYWORD]
         rows = hidden_states[0].contiguous()
-        cosines, sines = (part.reshape(-1, self.head_dim).contiguous() for part in position_embeddings)
+        rotation = None
+        if self.is_rotated:
+            assert position_embeddings is not None, "it was given some when its answer was compared"
+            cosines, sines = (part.flatten(0, -2).contiguous() for part in position_embeddings)
+            rotation = cosines, sines
         products = self._products(len(rows))
-        qkv = products.project(norm(rows, self.input_norm), self.qkv)
-        attended = context.rotate_and_attend(qkv, (cosines, sines), self.head_norms, self.call)
+        qkv = products.project(self.given_to_attention(rows), self.qkv)
+        attended = context.rotate_and_attend(qkv, rotation, self.head_norms, self.call)
         projected = products.project(attended.flatten(1), self.output)
-        total, normed = add_and_norm(rows, projected, self.middle_norm)
+        if self.middle_norm is None:
+            total = add(rows, projected, self.attention_norm, self.multiplier)
+            return total, total
+        total, normed = add_and_norm(rows, projected, self.middle_norm, self.attention_norm, self.multiplier)
         return normed, total
+
+    def given_to_attention(self, rows: torch.Tensor) -> torch.Tensor:
+        """What queries, keys and values are projected from, [N, hidden]."""
+        return rows if self.input_norm is None else norm(rows, self.input_norm)
+
+    def finished(self, normed: torch.Tensor, total: torch.Tensor, products: Products) -> torch.Tensor:
+        """The layer's answer from what `attended` gives, which it may write over."""
+        if self.mlp_norm is None and self.multiplier == 1.0:
+            return self.mlp.added(normed, total, products)
+        return add(total, self.mlp.computed(normed, products), self.mlp_norm, self.multiplier)
 
     def _products(self, num_rows: int) -> Products:
         return OF_ONE_ROW if num_rows == 1 and self.is_plain else OF_ROWS
@@ -130,8 +145,12 @@ class Mlp(Protocol):
         """Those whose products are computed by `Products`."""
         ...
 
+    def computed(self, normed: torch.Tensor, products: Products) -> torch.Tensor:
+        """What it makes of rows [N, hidden]."""
+        ...
+
     def added(self, normed: torch.Tensor, total: torch.Tensor, products: Products) -> torch.Tensor:
-        """What it makes of rows [N, hidden], and `total`, which it may write over."""
+        """The same, and `total`, which it may write over."""
         ...
 
     def answers(self, row: torch.Tensor, products: Products) -> tuple[torch.Tensor, ...]:
@@ -140,12 +159,16 @@ class Mlp(Protocol):
 
 
 class JoinedMlp(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up being one projection."""
+    """down(activation(gate(x)) * up(x)), gate and up being one projection."""
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
-        self.gate_up = joined(_inputs_of(mlp, _MLP[:2]))
-        self.down = mlp.down_proj
+        names = mlp_names(mlp)
+        activation = None if names is None else activation_of(getattr(mlp, names.activation))
+        assert names is not None and activation is not None, "only MLPs that fit are asked for"
+        self.gate_up = joined([getattr(mlp, name) for name in names.first])
+        self.down = getattr(mlp, names.last)
+        self.activation = activation
 
     @property
     def linears(self) -> tuple[Projection, ...]:
@@ -160,21 +183,32 @@ class JoinedMlp(nn.Module):
     @staticmethod
     def can_join(mlp: Any, dtype: torch.dtype) -> bool:
         """True for what has the parts of one, whatever it does with them."""
+        names = mlp_names(mlp)
+        if names is None or not names.is_gated or activation_of(getattr(mlp, names.activation)) is None:
+            return False
+        first, down = [getattr(mlp, name) for name in names.first], getattr(mlp, names.last)
         return (
-            type(getattr(mlp, "act_fn", None)).__name__ in _SILU
-            and all(_is_projection(linear, dtype) for linear in _inputs_of(mlp, _MLP))
-            and _can_be_joined(_inputs_of(mlp, _MLP[:2]))
-            and mlp.down_proj.bias is None  # it is added to in place
+            all(_is_projection(linear, dtype) for linear in (*first, down))
+            and _can_be_joined(first)
+            and down.bias is None  # it is added to in place
         )
+
+    def computed(self, normed: torch.Tensor, products: Products) -> torch.Tensor:
+        """See Mlp."""
+        return products.project(products.gate(normed, self.gate_up, self.activation), self.down)
 
     def added(self, normed: torch.Tensor, total: torch.Tensor, products: Products) -> torch.Tensor:
         """See Mlp."""
-        return products.add(products.gate(normed, self.gate_up), self.down, total)
+        return products.add(products.gate(normed, self.gate_up, self.activation), self.down, total)
 
     def answers(self, row: torch.Tensor, products: Products) -> tuple[torch.Tensor, ...]:
         """See Mlp."""
-        gated = OF_ROWS.gate(row, self.gate_up)
-        return products.gate(row, self.gate_up), products.add(gated, self.down, row.clone())
+        gated = OF_ROWS.gate(row, self.gate_up, self.activation)
+        return (
+            products.gate(row, self.gate_up, self.activation),
+            products.project(gated, self.down),
+            products.add(gated, self.down, row.clone()),
+        )
 
 
 class CalledMixture(nn.Module):
@@ -191,12 +225,18 @@ class CalledMixture(nn.Module):
 
     @staticmethod
     def fits(mixture: Any, dtype: torch.dtype) -> bool:
-        """True for a mixture whose code was read, and which gives nothing beside what comes of its rows."""
-        return is_read_mixture(mixture) and not hasattr(mixture, "router")
+        """True for a mixture whose code was read."""
+        return is_read_mixture(mixture)
+
+    def computed(self, normed: torch.Tensor, products: Products) -> torch.Tensor:
+        """See Mlp."""
+        answer = self.mixture(normed[None])
+        rows: torch.Tensor = answer[0] if isinstance(answer, tuple) else answer  # gpt-oss tells shares, too
+        return rows[0]
 
     def added(self, normed: torch.Tensor, total: torch.Tensor, products: Products) -> torch.Tensor:
         """See Mlp."""
-        return total.add_(self.mixture(normed[None])[0])
+        return total.add_(self.computed(normed, products))
 
     def answers(self, row: torch.Tensor, products: Products) -> tuple[torch.Tensor, ...]:
         """See Mlp."""
@@ -215,7 +255,7 @@ class Products(NamedTuple):
     """How a layer's products with a Projection are computed, each with what follows it."""
 
     project: Callable[[torch.Tensor, Any], torch.Tensor]  # the linear's
-    gate: Callable[[torch.Tensor, Any], torch.Tensor]  # silu(first half) * second half of it
+    gate: Callable[[torch.Tensor, Any, Activation], torch.Tensor]  # of its first half, times its second
     add: Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]  # and a sum, which it may write over
 
 
@@ -224,8 +264,8 @@ def _project(rows: torch.Tensor, linear: Projection) -> torch.Tensor:
     return projected
 
 
-def _gate(rows: torch.Tensor, linear: Projection) -> torch.Tensor:
-    return gate(linear(rows))
+def _gate(rows: torch.Tensor, linear: Projection, activation: Activation) -> torch.Tensor:
+    return gate(linear(rows), activation)
 
 
 def _add(rows: torch.Tensor, linear: Projection, total: torch.Tensor) -> torch.Tensor:
@@ -238,54 +278,70 @@ OF_ROWS = Products(_project, _gate, _add)
 OF_ONE_ROW = Products(row_product, gated_row_product, added_row_product)  # of plain weights
 
 
-def norm(rows: torch.Tensor, module: _Norm) -> torch.Tensor:
-    """The root-mean-square norm of [rows, width], in one launch."""
-    normed = torch.empty_like(rows)
-    _launch_norm(rows, None, module, rows, normed)
-    return normed
-
-
-def add_and_norm(rows: torch.Tensor, added: torch.Tensor, module: _Norm) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of both [rows, width], and its norm, in one launch."""
-    total, normed = torch.empty_like(rows), torch.empty_like(rows)
-    _launch_norm(rows, added, module, total, normed)
-    return total, normed
-
-
-def _launch_norm(
-    rows: torch.Tensor,
-    added: torch.Tensor | None,
-    module: _Norm,
-    total: torch.Tensor,
-    normed: torch.Tensor,
-) -> None:
-    count, width = rows.shape
-    norm_kernel[(count,)](
-        rows,
-        rows if added is None else added,
-        module.weight,
-        total,
-        normed,
-        module.variance_epsilon,
-        HAS_ADDED=added is not None,
-        WIDTH=width,
-        PADDED=triton.next_power_of_2(width),
-        num_warps=8 if width > _NARROW else 4,
-    )
-
-
-def gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of [rows, 2 * width], the gates first: [rows, width], in one launch."""
+def gate(gate_up: torch.Tensor, activation: Activation = Activation.SILU) -> torch.Tensor:
+    """activation(gate) * up of [rows, 2 * width], the gates first: [rows, width], in one launch."""
     count, both = gate_up.shape
     gated = gate_up.new_empty(count, both // 2)
     chunks = triton.cdiv(both // 2, _CHUNK)
-    gate_kernel[(count * chunks,)](gate_up, gated, WIDTH=both // 2, CHUNKS=chunks, CHUNK=_CHUNK)
+    gate_kernel[(count * chunks,)](
+        gate_up, gated, WIDTH=both // 2, CHUNKS=chunks, CHUNK=_CHUNK, ACTIVATION=int(activation)
+    )
     return gated
 
 
-def _inputs_of(module: Any, names: Sequence[str]) -> list[Any]:
-    """The projections of one input."""
-    return [getattr(module, name, None) for name in names]
+def _norm_names(layer: nn.Module) -> NormNames | None:
+    """Those of a layer whose halves follow each other, where it has no other parts.
+
+    Dropout does nothing where nobody trains.
+    """
+    parts = {name for name, part in layer.named_children() if type(part) is not nn.Dropout}
+    for names in NORM_NAMES:
+        if parts == {"self_attn", "mlp", *names} and (names.before_mlp or names.after_mlp):
+            return names
+    return None
+
+
+def _norm_of(layer: Any, name: str) -> FusedNorm | None:
+    family = family_of(layer)
+    assert family is not None, "only layers that fit are asked for"
+    return FusedNorm(getattr(layer, name), is_centred=family.norm is NormKind.ONE_MORE) if name else None
+
+
+def _fits_heads(attention: Any, dtype: torch.dtype) -> bool:
+    """True for projections and norms of heads that the kernels take, and nothing beside them."""
+    inputs, norms = _inputs_of(attention), _norms_of(attention)
+    parts = {part for part in attention.children() if type(part) is not nn.Dropout}
+    family = family_of(attention)
+    if family is None or family.rotates_pairs or parts != {*inputs, attention.o_proj, *norms}:
+        return False
+    dim = attention.head_dim
+    heads, rest = divmod(sum(linear.out_features for linear in inputs), dim)
+    keys_and_values = heads - attention.o_proj.in_features // dim
+    return (
+        all(_is_projection(linear, dtype) for linear in (*inputs, attention.o_proj))
+        and _can_be_joined(inputs)
+        and all(is_whole(norm, "RMSNorm") and norm.weight.dtype is dtype for norm in norms)
+        and all(len(norm.weight) == dim for norm in norms)  # OLMoE's are of all heads
+        and len({eps_of(norm) for norm in norms}) <= 1
+        and dim % 2 == rest == keys_and_values % 2 == 0
+        and (len(inputs) == 1 or inputs[1].out_features == inputs[2].out_features)
+    )
+
+
+def _is_rotated(attention: Any) -> bool:
+    family = family_of(attention)
+    return family is None or family.rotates(attention)
+
+
+def _inputs_of(attention: Any) -> list[Any]:
+    """What projects queries, keys and values; None for one that it does not have."""
+    if hasattr(attention, _JOINED):
+        return [getattr(attention, _JOINED)]
+    return [getattr(attention, name, None) for name in _APART]
+
+
+def _norms_of(attention: Any) -> list[Any]:
+    return [getattr(attention, name) for name in _HEAD_NORMS if hasattr(attention, name)]
 
 
 def _is_projection(linear: Any, dtype: torch.dtype) -> bool:
@@ -304,6 +360,9 @@ def _can_be_joined(linears: Sequence[Any]) -> bool:
 
 def joined(linears: Sequence[Any]) -> Projection:
     """One projection with the outputs of all, side by side."""
+    if len(linears) == 1:
+        only: Projection = linears[0]
+        return only
     if isinstance(linears[0], TritonLinear):
         return joined_linear(linears)
     first = linears[0]
@@ -316,7 +375,10 @@ def joined(linears: Sequence[Any]) -> Projection:
 
 
 def _head_norms(attention: Any) -> HeadNorms | None:
-    if not hasattr(attention, "q_norm"):
+    norms = _norms_of(attention)
+    if not norms:
         return None
-    query, key = attention.q_norm, attention.k_norm
-    return HeadNorms(query.weight.detach(), key.weight.detach(), query.variance_epsilon)
+    family = family_of(attention)
+    is_centred = family is not None and family.norm is NormKind.ONE_MORE
+    query, key = (FusedNorm(norm, is_centred=is_centred) for norm in norms)
+    return HeadNorms(query.weight, key.weight, query.variance_epsilon)

@@ -12,7 +12,7 @@ import torch
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionBackend, AttentionContext
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.cuda.fused_experts import FusedExperts, equal_experts
-from engine.compute.cuda.fused_layer import OF_ONE_ROW, OF_ROWS, FusedLayer, Products, norm
+from engine.compute.cuda.fused_layer import OF_ONE_ROW, OF_ROWS, FusedLayer, Products
 from engine.compute.cuda.fused_parts import fuse_parts
 from engine.compute.cuda.state_scans import TritonScans
 from engine.compute.cuda.triton_attention import TritonAttention
@@ -143,7 +143,7 @@ def _equal_layer(
     kv, layer = observation.kv, call.layer
     pairs = (
         (normed, given),
-        (made.mlp.added(given, total, OF_ROWS)[None], seen.output),
+        (made.finished(given, total, OF_ROWS)[None], seen.output),
         (context.kv.keys[layer], kv.keys[layer]),
         (context.kv.values[layer], kv.values[layer]),
     )
@@ -160,7 +160,7 @@ def _one_row_is_alike(layer: FusedLayer, hidden: torch.Tensor) -> bool:
     """Whether the products of one row [1, hidden] are those that any number of rows has."""
     if not layer.is_plain:
         return True  # one row is computed as several are
-    row = norm(hidden.contiguous(), layer.input_norm)
+    row = layer.given_to_attention(hidden.contiguous())
     heads = OF_ROWS.project(row, layer.qkv)[:, : layer.output.in_features]
 
     def answers(products: Products) -> tuple[torch.Tensor, ...]:

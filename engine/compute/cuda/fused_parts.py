@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeAlias
 
 import torch
-import triton
 from torch import nn
 
-from engine.compute.cuda.fused_layer import OF_ROWS, JoinedMlp, joined, norm
-from engine.compute.cuda.layer_kernels import gated_norm_kernel
+from engine.compute.cuda.fused_layer import OF_ROWS, JoinedMlp, joined
+from engine.compute.cuda.fused_norms import FusedGatedNorm, FusedNorm, eps_of, frozen
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.native.closeness import is_close
 from engine.compute.native.observation import Seen, observe
@@ -22,61 +21,6 @@ log = logging.getLogger("slipstream.model")
 
 _MOST_NORMED = 1 << 14  # numbers that one program norms
 _JOINED = ("in_proj_qkv", "in_proj_b", "in_proj_a")  # of a gated delta net, in the order of its rows
-
-
-class FusedNorm(nn.Module):
-    """A root-mean-square norm in one launch; `is_centred` where the original's weights lie around 0."""
-
-    num_given: ClassVar[int] = 1
-
-    def __init__(self, original: Any, *, is_centred: bool) -> None:
-        super().__init__()
-        weight = original.weight.detach()
-        self.weight = _frozen(1.0 + weight.float() if is_centred else weight)
-        self.variance_epsilon = _eps_of(original)
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[..., width] to the same."""
-        return norm(hidden_states.contiguous().flatten(0, -2), self).view(hidden_states.shape)
-
-
-class FusedGatedNorm(nn.Module):
-    """A norm of each group of a row, and a gate, in one launch.
-
-    Delta nets norm before they gate, as their `activation` says; Mamba 2 gates first.
-    """
-
-    num_given: ClassVar[int] = 2
-
-    def __init__(self, original: Any) -> None:
-        super().__init__()
-        self.weight = _frozen(original.weight.detach())
-        self.variance_epsilon = _eps_of(original)
-        activation = getattr(original, "activation", None)
-        self._gates_first = activation is None
-        self._by_sigmoid = activation == "sigmoid"
-        self._group: int = getattr(original, "group_size", None) or len(self.weight)
-
-    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """[..., width], both, to the same in the first one's dtype."""
-        rows, gates = hidden_states.contiguous().flatten(0, -2), gate.flatten(0, -2)
-        gates = gates if gates.stride(-1) == 1 else gates.contiguous()
-        normed = torch.empty_like(rows)
-        count, width = rows.shape
-        gated_norm_kernel[(count, width // self._group)](
-            rows,
-            gates,
-            self.weight,
-            normed,
-            self.variance_epsilon,
-            STRIDE=gates.stride(0),
-            WIDTH=width,
-            GROUP=self._group,
-            PADDED=triton.next_power_of_2(self._group),
-            GATES_FIRST=self._gates_first,
-            BY_SIGMOID=self._by_sigmoid,
-        )
-        return normed.view(hidden_states.shape)
 
 
 class FusedMlp(nn.Module):
@@ -90,8 +34,8 @@ class FusedMlp(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., hidden] to the same."""
-        gated = OF_ROWS.gate(hidden_states.flatten(0, -2), self.joined.gate_up)
-        return OF_ROWS.project(gated, self.joined.down).view(*hidden_states.shape[:-1], -1)
+        answer = self.joined.computed(hidden_states.flatten(0, -2), OF_ROWS)
+        return answer.view(*hidden_states.shape[:-1], -1)
 
 
 Part: TypeAlias = FusedNorm | FusedGatedNorm | FusedMlp  # each is called with `num_given` tensors
@@ -129,7 +73,7 @@ def _makers(module: Any, dtype: torch.dtype) -> Iterator[Callable[[Any], Part]]:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or len(weight) > _MOST_NORMED:
         return
-    if not is_unhooked(module) or _eps_of(module) is None or next(module.children(), None) is not None:
+    if not is_unhooked(module) or eps_of(module) is None or next(module.children(), None) is not None:
         return
     if name.endswith("RMSNormGated"):
         yield FusedGatedNorm
@@ -159,13 +103,5 @@ def _join(layer: Any, dtype: torch.dtype) -> None:
     together: Any = joined(linears)
     parts = torch.split(together.weight.detach(), [len(linear.weight) for linear in linears])
     for linear, part in zip(linears, parts, strict=True):
-        linear.weight = _frozen(part)
+        linear.weight = frozen(part)
     layer.in_proj_together = together
-
-
-def _eps_of(module: Any) -> Any:
-    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
-
-
-def _frozen(weight: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(weight, requires_grad=False)

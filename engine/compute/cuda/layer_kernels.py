@@ -1,7 +1,7 @@
 """The device code between a layer's matrix products, in Triton: norms, rotation, K/V, the gate of an MLP.
 
 Each row is read once and written once, computed in float32. The norm is that of Zhang and Sennrich 2019, the
-rotation that of Su et al. 2021 in halves, the gate SwiGLU of Shazeer 2020.
+rotation that of Su et al. 2021 in halves, the gate one of Shazeer 2020 (SwiGLU, GEGLU).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.compute.cuda.triton_activations import activated
 from engine.compute.cuda.triton_pages import (
     as_bytes,
     inverse_of,
@@ -20,46 +21,65 @@ from engine.compute.cuda.triton_pages import (
 
 
 @triton.jit
+def _normed(row, scale, eps, WIDTH: tl.constexpr):
+    return row * tl.rsqrt(tl.sum(row * row, 0) / WIDTH + eps) * scale
+
+
+@triton.jit
 def norm_kernel(
     given,
     added,
+    added_weight,
     weight,
     total,
     normed,
+    multiplier,
+    added_eps,
     eps,
     HAS_ADDED: tl.constexpr,
+    NORMS_ADDED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """The norm of each row of `given` [rows, WIDTH]; grid (rows).
+    """The norm of each row of `given` [rows, WIDTH], where HAS_NORM; grid (rows).
 
-    With HAS_ADDED it is that of `given` + `added`, which goes to `total`, rounded as it is stored.
+    With HAS_ADDED it is that of `given` + `multiplier` * `added`, which goes to `total`, rounded as it is
+    stored. With NORMS_ADDED what is added is normed before.
     """
     columns = tl.arange(0, PADDED)
     mask = columns < WIDTH
     places = tl.program_id(0).to(tl.int64) * WIDTH + columns
     row = tl.load(given + places, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)  # on its way beside the row
+    if HAS_NORM:
+        scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)  # on its way beside the row
     if HAS_ADDED:
-        row += tl.load(added + places, mask=mask, other=0.0).to(tl.float32)
+        more = tl.load(added + places, mask=mask, other=0.0).to(tl.float32)
+        if NORMS_ADDED:
+            added_scale = tl.load(added_weight + columns, mask=mask, other=0.0).to(tl.float32)
+            more = _normed(more, added_scale, added_eps, WIDTH)
+            more = more.to(total.dtype.element_ty).to(tl.float32)  # as by a norm of its own
+        row += more * multiplier
         rounded = row.to(total.dtype.element_ty)
         tl.store(total + places, rounded, mask=mask)
         row = rounded.to(tl.float32)
-    row *= tl.rsqrt(tl.sum(row * row, 0) / WIDTH + eps)
-    tl.store(normed + places, (row * scale).to(normed.dtype.element_ty), mask=mask)
+    if HAS_NORM:
+        tl.store(normed + places, _normed(row, scale, eps, WIDTH).to(normed.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def gate_kernel(gate_up, gated, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
-    """silu(gate) * up of rows [gate, up] of 2 * WIDTH; grid (rows * CHUNKS), CHUNK columns each."""
+def gate_kernel(
+    gate_up, gated, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ACTIVATION: tl.constexpr
+):
+    """ACTIVATION(gate) * up of rows [gate, up] of 2 * WIDTH; grid (rows * CHUNKS), CHUNK columns each."""
     row = (tl.program_id(0) // CHUNKS).to(tl.int64)
     columns = tl.program_id(0) % CHUNKS * CHUNK + tl.arange(0, CHUNK)
     mask = columns < WIDTH
     gates = gate_up + row * 2 * WIDTH + columns
     gate = tl.load(gates, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gates + WIDTH, mask=mask, other=0.0).to(tl.float32)
-    activated = gate * tl.sigmoid(gate) * up
-    tl.store(gated + row * WIDTH + columns, activated.to(gated.dtype.element_ty), mask=mask)
+    result = activated(gate, 1.0, ACTIVATION) * up
+    tl.store(gated + row * WIDTH + columns, result.to(gated.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -100,14 +120,16 @@ def rotate_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    ANGLES: tl.constexpr,
     PADDED_HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PAGES: tl.constexpr,
 ):
     """One head of one token, of rows [queries, keys, values]; grid (tokens * (heads + 2 * K/V heads)).
 
-    Queries and keys are normed, where HAS_NORMS, and rotated by `cosines` and `sines` [tokens, DIM]. Queries
-    go to `query` [tokens, heads, DIM], keys and values to where `slots` says; slot -1 is no token's.
+    Queries and keys are normed, where HAS_NORMS, and rotated by `cosines` and `sines` [tokens, ANGLES], of
+    the first half where ANGLES is half of DIM and not at all where it is 0. Queries go to `query` [tokens,
+    heads, DIM], keys and values to where `slots` says; slot -1 is no token's.
     """
     ALL_HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
     HALF: tl.constexpr = DIM // 2
@@ -129,14 +151,15 @@ def rotate_kernel(
                 weight = key_norm
             low = low * shrink * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
             high = high * shrink * tl.load(weight + HALF + columns, mask=mask, other=0.0).to(tl.float32)
-        angles = token * DIM + columns
-        low_cosine = tl.load(cosines + angles, mask=mask, other=0.0).to(tl.float32)
-        high_cosine = tl.load(cosines + angles + HALF, mask=mask, other=0.0).to(tl.float32)
-        low_sine = tl.load(sines + angles, mask=mask, other=0.0).to(tl.float32)
-        high_sine = tl.load(sines + angles + HALF, mask=mask, other=0.0).to(tl.float32)
-        turned = low * low_cosine - high * low_sine
-        high = high * high_cosine + low * high_sine
-        low = turned
+        if ANGLES:
+            angles = token * ANGLES + columns
+            low_cosine = tl.load(cosines + angles, mask=mask, other=0.0).to(tl.float32)
+            high_cosine = tl.load(cosines + angles + ANGLES - HALF, mask=mask, other=0.0).to(tl.float32)
+            low_sine = tl.load(sines + angles, mask=mask, other=0.0).to(tl.float32)
+            high_sine = tl.load(sines + angles + ANGLES - HALF, mask=mask, other=0.0).to(tl.float32)
+            turned = low * low_cosine - high * low_sine
+            high = high * high_cosine + low * high_sine
+            low = turned
     if head < NUM_HEADS:
         target = query + (token * NUM_HEADS + head) * DIM + columns
         tl.store(target, low.to(query.dtype.element_ty), mask=mask)

@@ -11,6 +11,9 @@ import triton
 import triton.language as tl
 from torch import nn
 
+from engine.compute.cuda.triton_activations import activated
+from engine.compute.native.records import Activation
+
 _MOST_COLUMNS = 2048  # of a row of weights that a program reads at a time
 _WARPS = 4
 
@@ -34,13 +37,14 @@ def row_product_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     IS_GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_ADDED: tl.constexpr,
 ):
     """One number of `weight` [num_outputs, WIDTH] times `row`; grid (num_outputs).
 
-    With IS_GATED the weights are [gates, ups], of num_outputs rows each, and the number is silu(gate) * up.
-    With HAS_ADDED a number of `added` is added, before it is rounded.
+    With IS_GATED the weights are [gates, ups], of num_outputs rows each, and the number is
+    ACTIVATION(gate) * up. With HAS_ADDED a number of `added` is added, before it is rounded.
     """
     EVEN: tl.constexpr = WIDTH % COLUMNS == 0
     output = tl.program_id(0).to(tl.int64)
@@ -62,7 +66,7 @@ def row_product_kernel(
         if HAS_BIAS:
             up += tl.load(bias + output + num_outputs).to(tl.float32)
         gate = result.to(product.dtype.element_ty).to(tl.float32)  # rounded as by a product of its own
-        result = gate * tl.sigmoid(gate) * up.to(product.dtype.element_ty).to(tl.float32)
+        result = activated(gate, 1.0, ACTIVATION) * up.to(product.dtype.element_ty).to(tl.float32)
     if HAS_ADDED:
         result += tl.load(added + output).to(tl.float32)
     tl.store(product + output, result.to(product.dtype.element_ty))
@@ -70,22 +74,28 @@ def row_product_kernel(
 
 def row_product(row: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
     """`linear` of a `row` [1, in]: [1, out]."""
-    return _launch(row, linear, None, is_gated=False)
+    return _launch(row, linear)
 
 
-def gated_row_product(row: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
-    """silu(first half) * second half of `linear` of a `row` [1, in]: [1, out / 2]."""
-    return _launch(row, linear, None, is_gated=True)
+def gated_row_product(
+    row: torch.Tensor, linear: nn.Linear, activation: Activation = Activation.SILU
+) -> torch.Tensor:
+    """activation(first half) * second half of `linear` of a `row` [1, in]: [1, out / 2]."""
+    return _launch(row, linear, activation=activation)
 
 
 def added_row_product(row: torch.Tensor, linear: nn.Linear, added: torch.Tensor) -> torch.Tensor:
     """`linear` of a `row` [1, in], plus `added` [1, out], rounded once: [1, out]."""
-    return _launch(row, linear, added, is_gated=False)
+    return _launch(row, linear, added)
 
 
 def _launch(
-    row: torch.Tensor, linear: nn.Linear, added: torch.Tensor | None, *, is_gated: bool
+    row: torch.Tensor,
+    linear: nn.Linear,
+    added: torch.Tensor | None = None,
+    activation: Activation | None = None,
 ) -> torch.Tensor:
+    is_gated = activation is not None
     num_outputs = linear.out_features // (2 if is_gated else 1)
     product = row.new_empty(1, num_outputs)
     row_product_kernel[(num_outputs,)](
@@ -98,6 +108,7 @@ def _launch(
         WIDTH=linear.in_features,
         COLUMNS=min(_MOST_COLUMNS, triton.next_power_of_2(linear.in_features)),
         IS_GATED=is_gated,
+        ACTIVATION=int(activation or 0),
         HAS_BIAS=linear.bias is not None,
         HAS_ADDED=added is not None,
         num_warps=_WARPS,

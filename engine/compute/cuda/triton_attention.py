@@ -99,7 +99,7 @@ class TritonStep:
         self,
         layer: int,
         qkv: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
+        rotation: tuple[torch.Tensor, torch.Tensor] | None,
         norms: HeadNorms | None,
     ) -> torch.Tensor:
         """See RotatingStep: [num_tokens, num_heads, dim]."""
@@ -109,7 +109,7 @@ class TritonStep:
         query = qkv.new_empty(len(qkv), num_heads, dim)
         rotate_kernel[(len(qkv) * (num_heads + 2 * shape.num_kv_heads),)](
             qkv,
-            *rotation,
+            *((qkv, qkv) if rotation is None else rotation),
             qkv if norms is None else norms.query,
             qkv if norms is None else norms.key,
             query,
@@ -121,6 +121,7 @@ class TritonStep:
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=shape.num_kv_heads,
             DIM=dim,
+            ANGLES=0 if rotation is None else rotation[0].shape[-1],
             PADDED_HALF=1 << (dim // 2 - 1).bit_length(),
             BLOCK_SIZE=self._kv.block_size,
             PAGES=self._pages,

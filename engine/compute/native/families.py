@@ -7,8 +7,8 @@ installed transformers to what is said here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -43,6 +43,36 @@ class Family:
     has_half_angles: bool = False
     rotates: Callable[[Any], bool] = _always
 
+
+@dataclass(frozen=True, slots=True)
+class NormNames:
+    """What a layer calls its norms, by their places; empty where it has none."""
+
+    before_attention: str = ""
+    after_attention: str = ""
+    before_mlp: str = ""
+    after_mlp: str = ""
+
+    def __iter__(self) -> Iterator[str]:
+        """Those there are."""
+        return filter(None, astuple(self))
+
+
+# Which norms a layer has says where they stand: no two families give other places to the same names.
+NORM_NAMES = (
+    NormNames(before_attention="input_layernorm", before_mlp="post_attention_layernorm"),
+    NormNames(
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    NormNames(
+        "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
+    ),
+    NormNames(before_attention="input_layernorm"),  # read by both halves
+    NormNames(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm"),
+)
 
 FAMILIES: dict[str, Family] = {
     "cohere2": Family(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from typing import Any
 
 from torch import nn
 
 from engine.compute.native.experts import NativeExperts
-from engine.compute.native.families import is_whole
+from engine.compute.native.families import NORM_NAMES, NormNames, is_whole
 from engine.compute.native.kernels import NO_NORM
 from engine.compute.native.mixture import NativeMixture
 from engine.compute.native.modules import (
@@ -22,38 +21,6 @@ from engine.compute.native.modules import (
 )
 from engine.compute.native.records import DecoderLayer, Heads, Mixture, Norm, Product
 from engine.compute.native.router import NativeScaledRouter
-
-
-@dataclass(frozen=True, slots=True)
-class NormNames:
-    """What a layer calls its norms, by their places; empty where it has none."""
-
-    before_attention: str = ""
-    after_attention: str = ""
-    before_mlp: str = ""
-    after_mlp: str = ""
-
-    def __iter__(self) -> Iterator[str]:
-        """Those there are."""
-        return filter(None, astuple(self))
-
-
-# Which norms a layer has says where they stand: no two families give other places to the same names.
-NORM_NAMES = (
-    NormNames(before_attention="input_layernorm", before_mlp="post_attention_layernorm"),
-    NormNames(
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    ),
-    NormNames(
-        "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
-    ),
-    NormNames(before_attention="input_layernorm"),  # read by both halves
-    NormNames(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm"),
-)
-
 
 # What Gemma 4's layers may have besides: something that a step brings for one layer alone, and experts.
 _LAYER_INPUT: dict[str, type[nn.Module]] = {

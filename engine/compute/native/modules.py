@@ -179,7 +179,7 @@ class NativeMlp(nn.Module):
 
     def __init__(self, kernels: NativeKernels, mlp: Any) -> None:
         super().__init__()
-        names = _mlp_names(mlp)
+        names = mlp_names(mlp)
         assert names is not None, "only MLPs that fit are asked for"
         self._kernels = kernels
         self.gate_up = NativeLinear(kernels, *(getattr(mlp, name) for name in names.first))
@@ -192,7 +192,7 @@ class NativeMlp(nn.Module):
     @staticmethod
     def fits(mlp: Any, dtype: torch.dtype) -> bool:
         """True for one that can be computed; its output is still to be compared."""
-        names = _mlp_names(mlp)
+        names = mlp_names(mlp)
         if names is None or not is_whole(mlp, "MLP"):
             return False
         if activation_of(getattr(mlp, names.activation)) is None:
@@ -211,7 +211,7 @@ class NativeMlp(nn.Module):
         return down.view(x.shape)
 
 
-class _MlpNames(NamedTuple):
+class MlpNames(NamedTuple):
     """What an MLP calls its projections and its activation."""
 
     first: tuple[str, ...]
@@ -221,14 +221,14 @@ class _MlpNames(NamedTuple):
 
 
 _MLP_NAMES = (
-    _MlpNames(("gate_proj", "up_proj"), "down_proj", "act_fn"),
-    _MlpNames(("gate_up_proj",), "down_proj", "activation_fn"),
-    _MlpNames(("c_fc",), "c_proj", "act", is_gated=False),
+    MlpNames(("gate_proj", "up_proj"), "down_proj", "act_fn"),
+    MlpNames(("gate_up_proj",), "down_proj", "activation_fn"),
+    MlpNames(("c_fc",), "c_proj", "act", is_gated=False),
 )
 
 
-def _mlp_names(mlp: Any) -> _MlpNames | None:
-    """Those that it has, if it has no other parts."""
+def mlp_names(mlp: Any) -> MlpNames | None:
+    """Those that an MLP has, if it has no other parts."""
     parts = {name for name, _ in mlp.named_children()}
     return next((each for each in _MLP_NAMES if parts == {*each.first, each.last, each.activation}), None)
 
@@ -308,7 +308,7 @@ class NativeAttention(nn.Module):
 
 def last_projection(original: Any) -> str | None:
     """What an attention or MLP calls the projection that its output comes from; None for other modules."""
-    names = _mlp_names(original)
+    names = mlp_names(original)
     if names is not None:
         return names.last
     return _OUTPUT if hasattr(original, _OUTPUT) else None

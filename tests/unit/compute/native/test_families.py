@@ -15,12 +15,13 @@ from engine.compute.native.families import (
     FAMILIES,
     LIMITED_EXPERTS,
     MIXTURES,
+    NORM_NAMES,
     PROJECTIONS,
     READ,
     ROUTERS,
     UNGATED_EXPERTS,
+    NormNames,
 )
-from engine.compute.native.layer_form import NORM_NAMES, NormNames
 from engine.compute.native.records import NormKind
 from engine.compute.recurrent import mixer_kinds
 from engine.compute.recurrent.mixer_kinds import KINDS

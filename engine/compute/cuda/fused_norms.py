@@ -1,0 +1,148 @@
+"""Root-mean-square norms in one launch each, with the sum before them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+
+import torch
+import triton
+from torch import nn
+
+from engine.compute.cuda.layer_kernels import gated_norm_kernel, norm_kernel
+
+_NARROW = 1024  # columns up to which four warps norm a row as fast as eight
+
+
+class RowNorm(Protocol):
+    """What the kernels read of a norm."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """By which a row that is normed is multiplied, [width]."""
+        ...
+
+    @property
+    def variance_epsilon(self) -> float:
+        """What is added to the mean square."""
+        ...
+
+
+class FusedNorm(nn.Module):
+    """A root-mean-square norm in one launch; `is_centred` where the original's weights lie around 0."""
+
+    num_given: ClassVar[int] = 1
+
+    def __init__(self, original: Any, *, is_centred: bool) -> None:
+        super().__init__()
+        weight = original.weight.detach()
+        self.weight = frozen(1.0 + weight.float() if is_centred else weight)
+        self.variance_epsilon = eps_of(original)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[..., width] to the same."""
+        return norm(hidden_states.contiguous().flatten(0, -2), self).view(hidden_states.shape)
+
+
+class FusedGatedNorm(nn.Module):
+    """A norm of each group of a row, and a gate, in one launch.
+
+    Delta nets norm before they gate, as their `activation` says; Mamba 2 gates first.
+    """
+
+    num_given: ClassVar[int] = 2
+
+    def __init__(self, original: Any) -> None:
+        super().__init__()
+        self.weight = frozen(original.weight.detach())
+        self.variance_epsilon = eps_of(original)
+        activation = getattr(original, "activation", None)
+        self._gates_first = activation is None
+        self._by_sigmoid = activation == "sigmoid"
+        self._group: int = getattr(original, "group_size", None) or len(self.weight)
+
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """[..., width], both, to the same in the first one's dtype."""
+        rows, gates = hidden_states.contiguous().flatten(0, -2), gate.flatten(0, -2)
+        gates = gates if gates.stride(-1) == 1 else gates.contiguous()
+        normed = torch.empty_like(rows)
+        count, width = rows.shape
+        gated_norm_kernel[(count, width // self._group)](
+            rows,
+            gates,
+            self.weight,
+            normed,
+            self.variance_epsilon,
+            STRIDE=gates.stride(0),
+            WIDTH=width,
+            GROUP=self._group,
+            PADDED=triton.next_power_of_2(self._group),
+            GATES_FIRST=self._gates_first,
+            BY_SIGMOID=self._by_sigmoid,
+        )
+        return normed.view(hidden_states.shape)
+
+
+def norm(rows: torch.Tensor, by: RowNorm) -> torch.Tensor:
+    """The norm of [rows, width]."""
+    normed = torch.empty_like(rows)
+    _launch((rows, None), (None, by), (rows, normed))
+    return normed
+
+
+def add(
+    rows: torch.Tensor, added: torch.Tensor, norm_of_added: RowNorm | None = None, multiplier: float = 1.0
+) -> torch.Tensor:
+    """`rows` + `multiplier` * `added`, both [rows, width]; what is added is normed before, if so asked."""
+    total = torch.empty_like(rows)
+    _launch((rows, added), (norm_of_added, None), (total, rows), multiplier)
+    return total
+
+
+def add_and_norm(
+    rows: torch.Tensor,
+    added: torch.Tensor,
+    by: RowNorm,
+    norm_of_added: RowNorm | None = None,
+    multiplier: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `add` gives, and its norm."""
+    total, normed = torch.empty_like(rows), torch.empty_like(rows)
+    _launch((rows, added), (norm_of_added, by), (total, normed), multiplier)
+    return total, normed
+
+
+def eps_of(module: Any) -> Any:
+    """What a norm of transformers adds to the mean square; None for what is none."""
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
+
+
+def frozen(weight: torch.Tensor) -> nn.Parameter:
+    """A weight of a module that nobody trains."""
+    return nn.Parameter(weight, requires_grad=False)
+
+
+def _launch(
+    given: tuple[torch.Tensor, torch.Tensor | None],
+    norms: tuple[RowNorm | None, RowNorm | None],
+    results: tuple[torch.Tensor, torch.Tensor],
+    multiplier: float = 1.0,
+) -> None:
+    """Of rows and what is added, the norms of what is added and of the sum, and where the two results go."""
+    rows, added = given
+    count, width = rows.shape
+    weights = [rows if by is None else by.weight for by in norms]
+    eps = [0.0 if by is None else by.variance_epsilon for by in norms]
+    norm_kernel[(count,)](
+        rows,
+        rows if added is None else added,
+        *weights,
+        *results,
+        multiplier,
+        *eps,
+        HAS_ADDED=added is not None,
+        NORMS_ADDED=norms[0] is not None,
+        HAS_NORM=norms[1] is not None,
+        WIDTH=width,
+        PADDED=triton.next_power_of_2(width),
+        num_warps=8 if width > _NARROW else 4,
+    )
