@@ -361,6 +361,21 @@ async def test_files_are_listed_deleted_and_kept_from_deletion_while_they_are_re
         assert len(list((tmp_path / "files").iterdir())) == 5
 
 
+async def test_a_file_is_deleted_or_gets_a_batch_but_never_both(tmp_path: Path) -> None:
+    async with client_for(tmp_path) as client:
+        for i in range(30):
+            file = await client.files.create(file=("in", jsonl([line("a")])), purpose="batch")
+            calls = [
+                client.files.delete(file.id),
+                client.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h"),
+            ]
+            found = await asyncio.gather(*(calls if i % 2 else calls[::-1]), return_exceptions=True)
+            refused = [each for each in found if isinstance(each, openai.APIStatusError)]
+            assert [each.status_code for each in refused] in ([404], [409])
+        for batch in (await client.batches.list(limit=100)).data:
+            assert (await ended(client, batch)).request_counts.completed == 1
+
+
 async def upload(url: str, body: bytes, content_type: str = "multipart/form-data; boundary=b") -> RawReply:
     wire = await Wire.connect(url)
     try:

@@ -148,9 +148,14 @@ def owner_of(request: Request) -> str:
     return exchange_of(request.scope).tenant or ""
 
 
-async def find_file(batches: Batches, tenant: str, file_id: str, param: str = "file_id") -> StoredFile:
+async def find_file(batches: Batches, tenant: str, file_id: str) -> StoredFile:
     """The tenant's file. Raises ApiError (404)."""
-    found = await batches.state.run(lambda store: store.find_file(file_id, tenant))
+    return await batches.state.run(lambda store: existing_file(store, tenant, file_id))
+
+
+def existing_file(store: BatchStore, tenant: str, file_id: str, param: str = "file_id") -> StoredFile:
+    """The same, on the store's thread."""
+    found = store.find_file(file_id, tenant)
     if found is None:
         message = f"The file '{shown(file_id)}' does not exist or is no longer kept."
         raise ApiError(ErrorReply(404, NOT_FOUND, message, param, "file_not_found"))

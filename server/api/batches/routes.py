@@ -11,10 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.batches.batches import batches_of
-from server.api.batches.files import find_file, owner_of
+from server.api.batches.files import existing_file, owner_of
 from server.api.batches.objects import PAGE_PARAMETERS, batch_object, listing, read_page
 from server.api.batches.protocol import BatchRequest, window_s
-from server.api.batches.records import StoredBatch, StoredFile
+from server.api.batches.records import StoredBatch
 from server.api.batches.seats import LinePace
 from server.api.batches.store import BatchStore
 from server.api.body import read_fields
@@ -43,10 +43,7 @@ async def create_batch(request: Request) -> Response:
     """Answer the requests in a file until the end of a window, in seats that nobody else needs."""
     batches, tenant = batches_of(request), owner_of(request)
     body = await read_fields(request, BatchRequest, {})
-    file = await find_file(batches, tenant, body.input_file_id, "input_file_id")
-    if file.purpose != "batch":
-        raise invalid(f"The file's purpose is '{file.purpose}'; it must be 'batch'.", "input_file_id")
-    batch = await batches.state.run(lambda store: _add(store, batches.runner.pace, body, file))
+    batch = await batches.state.run(lambda store: _add(store, batches.runner.pace, body, tenant))
     batches.runner.start()
     batches.runner.take(batch)
     return json_response(batch_object(batch))
@@ -88,9 +85,15 @@ async def cancel_batch(request: Request, batch_id: BatchId) -> Response:
     return json_response(batch_object(batch))
 
 
-def _add(store: BatchStore, pace: LinePace, body: BatchRequest, file: StoredFile) -> StoredBatch:
-    """A new batch. Raises ApiError when there are too many, or it cannot end in time."""
-    now, tenant = store.now(), file.tenant
+def _add(store: BatchStore, pace: LinePace, body: BatchRequest, tenant: str) -> StoredBatch:
+    """A new batch. Raises ApiError when there are too many, or it cannot end in time.
+
+    It is there before anybody else may delete its file, which is not deleted from then on.
+    """
+    file = existing_file(store, tenant, body.input_file_id, "input_file_id")
+    if file.purpose != "batch":
+        raise invalid(f"The file's purpose is '{file.purpose}'; it must be 'batch'.", "input_file_id")
+    now = store.now()
     expires_at = now + window_s(body.completion_window)
     open_batches = store.open_batches()
     if sum(batch.tenant == tenant for batch in open_batches) >= MAX_OPEN:
