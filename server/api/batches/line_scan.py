@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from server.api.batches.records import Line
 from server.http.errors import ApiError, shown
@@ -16,6 +18,11 @@ MAX_ERRORS = 100  # that are told; beyond, the rest is not read
 MAX_ID = 512
 _LINES_A_TURN = 256
 _BYTES_A_TURN = 1 << 20
+_LOST = (errno.ENOENT, errno.EIO)  # of a file that later tries would not find either
+
+
+class InputLost(Exception):
+    """A job's file has gone from the disk, or holds something else where a line was."""
 
 
 class _Wrong(Exception):
@@ -43,7 +50,18 @@ class LineScan:
     def read(self) -> list[Line]:
         """The next valid lines; sets `is_over` behind the last. Raises OSError."""
         found: list[Line] = []
-        with self._path.open("rb") as file:
+        try:
+            self._read(found)
+        except InputLost:
+            self._fail("input_lost", "The file can no longer be read.")
+        return found
+
+    def errors_json(self) -> str:
+        """What is wrong, as a batch tells it."""
+        return json.dumps(self.errors)
+
+    def _read(self, found: list[Line]) -> None:
+        with _opened(self._path) as file:
             file.seek(self._offset)
             end = self._offset + _BYTES_A_TURN
             for _ in range(_LINES_A_TURN):
@@ -55,11 +73,6 @@ class LineScan:
                 self._offset += len(content)
                 if self.is_over or self._offset >= end:
                     break
-        return found
-
-    def errors_json(self) -> str:
-        """What is wrong, as a batch tells it."""
-        return json.dumps(self.errors)
 
     def _take(self, content: bytes, found: list[Line]) -> None:
         self._number += 1
@@ -107,8 +120,12 @@ class LineScan:
     def _end(self) -> None:
         self.is_over = True
         if not self._num_found and not self.errors:
-            message = "The file holds no requests."
-            self.errors.append({"code": "empty_file", "message": message, "param": None, "line": None})
+            self._fail("empty_file", "The file holds no requests.")
+
+    def _fail(self, code: str, message: str) -> None:
+        """Of the whole file."""
+        self.is_over = True
+        self.errors.append({"code": code, "message": message, "param": None, "line": None})
 
 
 _ENDS = ("line_too_long", "too_many_lines")
@@ -122,6 +139,29 @@ def _parsed(content: bytes) -> dict[str, Any]:
         raise _Wrong("invalid_json_line", message) from None
 
 
-def body_of(content: bytes) -> bytes:
-    """The body of a line that was found valid, as JSON, no longer than it was: its size has a limit, too."""
-    return json.dumps(parse_json(content)["body"], ensure_ascii=False, separators=(",", ":")).encode()
+def read_body(path: Path, line: Line) -> bytes:
+    """The body of a line that was found valid, as JSON, no longer than it was: its size has a limit, too.
+
+    Raises InputLost, or OSError where it may be read later.
+    """
+    with _opened(path) as file:
+        file.seek(line.offset)
+        content = file.read(line.length)
+    try:
+        data = parse_json(content)
+    except ApiError:
+        raise InputLost from None
+    if data.get("custom_id") != line.custom_id or not isinstance(data.get("body"), dict):
+        raise InputLost
+    return json.dumps(data["body"], ensure_ascii=False, separators=(",", ":")).encode()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        if error.errno in _LOST:
+            raise InputLost from error
+        raise

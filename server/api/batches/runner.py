@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from server.api.batches.line_call import LineCaller, LineReply
-from server.api.batches.line_scan import LineScan, body_of
+from server.api.batches.line_call import LineCaller
+from server.api.batches.line_scan import InputLost, LineScan, read_body
 from server.api.batches.records import Line, StoredBatch
 from server.api.batches.seats import LinePace, Seats
 from server.api.batches.state import BatchState
@@ -26,6 +26,7 @@ log = logging.getLogger("slipstream.server")
 _LINES_READ = 64  # of a job at once
 _MAX_SENT_BACK = 3  # times, after which a line keeps its seat
 _PAUSE_S = 5.0  # after the disk or the database has failed
+_LOST = {"code": "input_lost", "message": "The request can no longer be read from the input file."}
 
 
 @dataclass(slots=True, eq=False)
@@ -145,6 +146,10 @@ class BatchRunner:
                 self._pause(_PAUSE_S, error)
             await self._rest()
 
+    @property
+    def _is_paused(self) -> bool:
+        return self._paused_until > time.monotonic()
+
     def _pause(self, seconds: float, reason: ApiError | None = None) -> None:
         if reason is not None:
             log.warning("batches pause for %g s: %s", seconds, reason)
@@ -171,7 +176,7 @@ class BatchRunner:
                 self._let_go(job)
                 if not job.num_running:
                     await self._end(job, ending)
-            elif batch.status == "validating" and batch.id not in self._scans:
+            elif batch.status == "validating" and batch.id not in self._scans and not self._is_paused:
                 scan = asyncio.create_task(self._validate(job))
                 self._scans[batch.id] = scan
                 scan.add_done_callback(partial(self._on_scanned, batch.id))
@@ -226,6 +231,7 @@ class BatchRunner:
                 self._pause(_PAUSE_S, error)
             elif error is not None:
                 log.error("a batch could not be validated", exc_info=error)
+                self._pause(_PAUSE_S)
         self.wake()
 
     # What becomes of lines.
@@ -243,7 +249,7 @@ class BatchRunner:
                 found[0].waiting.appendleft(found[1])
 
     def _most(self) -> int:
-        if self._paused_until > time.monotonic():
+        if self._is_paused:
             return 0
         return self._seats.most(is_urgent=self._is_urgent())
 
@@ -259,7 +265,7 @@ class BatchRunner:
 
     def _send_back(self, num_lines: int) -> None:
         """Take the seats of the newest lines, but of none that was sent back too often."""
-        if num_lines <= 0 or self._paused_until > time.monotonic():
+        if num_lines <= 0 or self._is_paused:
             return
         for running in reversed(list(self._running.values())):
             is_kept = running.job.sent_back[running.line.number] >= _MAX_SENT_BACK
@@ -301,19 +307,22 @@ class BatchRunner:
 
     async def _answer(self, job: Job, line: Line) -> None:
         batch = job.batch
-        body = await self._state.run(lambda store: body_of(store.read_line(batch.input_file_id, line)))
-        reply = await self._caller.ask(batch.endpoint, body, batch.tenant)
-        if not reply.is_final:
-            self._pause(reply.retry_after_s)
-            raise asyncio.CancelledError
+        try:
+            body = await self._state.run(lambda store: read_body(store.path(batch.input_file_id), line))
+        except InputLost:
+            answer, is_good = answer_line(line.custom_id, None, _LOST), False
+        else:
+            reply = await self._caller.ask(batch.endpoint, body, batch.tenant)
+            if not reply.is_final:
+                self._pause(reply.retry_after_s)
+                raise asyncio.CancelledError
+            answer, is_good = answer_line(line.custom_id, reply.response()), 200 <= reply.status < 300
         task = asyncio.current_task()
         assert task is not None
         self._keeping.add(task)
-        await self._keep(job, line, reply)
+        await self._keep(job, line, answer, is_good=is_good)
 
-    async def _keep(self, job: Job, line: Line, reply: LineReply) -> None:
-        is_good = 200 <= reply.status < 300
-        answer = answer_line(line.custom_id, reply.response())
+    async def _keep(self, job: Job, line: Line, answer: bytes, *, is_good: bool) -> None:
         is_new = await self._state.run(
             lambda store: store.answer(job.batch.id, line.number, answer, is_good=is_good)
         )

@@ -216,12 +216,6 @@ class BatchStore:
             WHERE batch_id = ? AND answer IS NULL AND number > ? ORDER BY number LIMIT ?"""
         return [Line(*row) for row in self._db.execute(query, (batch_id, after, limit))]
 
-    def read_line(self, file_id: str, line: Line) -> bytes:
-        """The bytes of a line. Raises OSError when the file has gone."""
-        with self.path(file_id).open("rb") as file:
-            file.seek(line.offset)
-            return file.read(line.length)
-
     def answer(self, batch_id: str, number: int, answer: bytes, *, is_good: bool) -> bool:
         """Keep the answer of a line, in one transaction with the count; False when it has one already."""
         counter = "completed" if is_good else "failed"
