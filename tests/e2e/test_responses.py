@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from typing import Any
 
 import openai
@@ -417,6 +418,22 @@ async def test_what_is_not_stored_is_not_found() -> None:
             assert error["param"] == "previous_response_id"
         missing = await post(url, {"input": [{"type": "item_reference", "id": "msg_nope"}]})
         assert (missing.status, missing.json()["error"]["param"]) == (400, "input")
+
+
+async def test_a_long_item_that_is_referred_to_often_is_refused_before_its_copies_are_made() -> None:
+    async with server_url(engine_of("x" * 4000, max_model_len=8192)) as url:
+        (said,) = (await post(url, {"input": "hi"})).json()["output"]
+        reference = {"type": "item_reference", "id": said["id"]}
+        assert (await post(url, {"input": [reference] * 2})).status == 200
+        body = {"input": [reference] * 8000}
+        await post(url, body)  # what is made once, the first time, does not count
+        tracemalloc.start()
+        reply = await post(url, body)
+        _, most_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    error = reply.json()["error"]
+    assert (reply.status, error["param"], error["code"]) == (400, "input", "context_length_exceeded")
+    assert most_bytes < 8000 * 4000 / 2
 
 
 async def test_only_the_key_that_made_a_response_finds_it() -> None:

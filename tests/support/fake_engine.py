@@ -71,6 +71,12 @@ class FakeTokenizer:
     def char_limit(self, max_model_len: int) -> int:
         return self.most_chars
 
+    def check_length(self, num_chars: int, max_model_len: int, param: str) -> None:
+        if num_chars > self.most_chars:
+            raise ContextLengthExceeded(
+                limit=max_model_len, prompt_tokens=num_chars, max_tokens=0, param=param
+            )
+
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
 

@@ -118,6 +118,11 @@ class _Messages:
             self.assistant = None
 
 
+def text_length(item: InputItem) -> int:
+    """Characters of an item of output that are put together with others, as arguments of calls never are."""
+    return len(item.content) if isinstance(item, MessageItem | ReasoningItem) else 0
+
+
 def thoughts_of(item: ReasoningItem) -> str:
     """The text of earlier thoughts; of another server's encrypted ones only a summary is left."""
     return item.content or decoded(item.encrypted_content or "") or item.summary

@@ -21,7 +21,7 @@ from server.api.openai.protocol_structure import JsonSchemaFormat, ResponseForma
 from server.api.openapi import json_body
 from server.api.param_names import renamed_params
 from server.api.reply_size import HELD_SCORE_BYTES
-from server.api.responses.conversation import messages_of
+from server.api.responses.conversation import messages_of, text_length
 from server.api.responses.events import Keep, ResponsesShape
 from server.api.responses.output import Envelope, Item, ItemSpelling, ServedBy
 from server.api.responses.protocol import REFUSALS, ResponsesRequest, ResponsesTurn, TextFormat
@@ -118,6 +118,7 @@ class _Past:
         """Raises ApiError for a response or an item that is not there, and for an empty conversation."""
         stored, tenant = context_of(request).responses, exchange_of(request.scope).tenant
         items = [_resolved(item, stored, tenant) for item in body.input or ()]
+        num_bytes += _hold_references(request, body.input or (), items)
         name = body.previous_response_id
         previous = None if name is None else stored.resume(name, tenant)
         if name is not None and previous is None:
@@ -165,6 +166,20 @@ def _resolved(item: InputItem, stored: StoredResponses, tenant: str | None) -> I
     if found is None:
         raise invalid(f"'input' refers to the item '{shown(item.id)}', which is not stored.", "input")
     return found
+
+
+def _hold_references(request: Request, given: Sequence[InputItem], items: Sequence[InputItem]) -> int:
+    """The bytes of what is referred to, held like a body's: a request may name one long item often.
+
+    Raises ContextLengthExceeded before the texts are put together, and ApiError where there is no room.
+    """
+    pairs = zip(given, items, strict=True)
+    num_chars = sum(text_length(item) for each, item in pairs if isinstance(each, ReferenceItem))
+    if num_chars:
+        engine, lease = context_of(request).engine, lease_of(request.scope)
+        engine.tokenizer.check_length(num_chars, engine.info.max_model_len, "input")
+        lease.hold(lease.num_bytes + num_chars * _CHAR_BYTES)
+    return num_chars * _CHAR_BYTES
 
 
 def _unread(body: ResponsesRequest) -> list[str]:
