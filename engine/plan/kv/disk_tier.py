@@ -12,6 +12,7 @@ from engine.plan.scheduling.service_rates import ServiceRates
 
 _LEAST_SAVING_S = 0.005  # of computing: for less it is not worth while to look
 _KEEP = 0.9  # of what was measured of reads, at each further one
+_BELIEF = 0.97  # of their time is left at each that is not made: a stall once is not avoided for ever
 
 
 def disk_hold(request_id: str) -> str:
@@ -98,7 +99,10 @@ class DiskTier:
         missing = names[num_found:]
         compute_s = self._rates.prefill_s(len(missing) * self._kv.block_size)
         read_s = self._seconds / self._num_read * len(missing) if self._num_read else None
-        if not missing or (compute_s is not None and read_s is not None and read_s >= compute_s):
+        if not missing:
+            return None
+        if compute_s is not None and read_s is not None and read_s >= compute_s:
+            self._seconds *= _BELIEF
             return None
         block_ids = self._kv.reserve(len(missing))
         if block_ids is None:

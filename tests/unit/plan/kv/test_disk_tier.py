@@ -120,6 +120,30 @@ def test_computing_is_preferred_where_it_is_faster() -> None:
     assert disk.tier.begin_read("a", disk.names_of(look_up, 4)) is None
 
 
+def test_a_disk_that_stalled_once_is_read_again_in_time() -> None:
+    disk = Disk()
+    disk.batcher.rates.seed([(0, 1, 0.001), (64, 0, 0.065)])
+    disk.batcher.add(make_request("a", PROMPT))
+    names = disk.names_of(disk.look_ups.pop(), 4)
+
+    def num_refused() -> int:
+        """How often it is not read before it is, which takes a millisecond."""
+        disk.batcher.kv.prefixes.reset()
+        for i in range(1000):
+            if (read := disk.tier.begin_read("a", names)) is not None:
+                disk.tier.end_read(read, 4, seconds=0.001)
+                return i
+        return 1000
+
+    assert num_refused() == 0
+    disk.batcher.kv.prefixes.reset()
+    read = disk.tier.begin_read("a", names)
+    assert read is not None
+    disk.tier.end_read(read, 4, seconds=2.0)
+    assert 20 < num_refused() < 200
+    assert [num_refused() for _ in range(20)][-1] == 0
+
+
 def test_little_is_not_looked_for() -> None:
     disk = Disk()
     disk.batcher.rates.seed([(0, 1, 0.001), (64, 0, 0.0065)])
