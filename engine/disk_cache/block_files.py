@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -87,6 +88,7 @@ class BlockFiles:
         self._blocks = blocks
         self._max_bytes = max_bytes
         self._num_bytes = self._uncounted = max_bytes  # in the directory, as far as known: count first
+        self._unfinished = f"{_UNFINISHED}{secrets.token_hex(8)}"  # a process's number is that of others, too
         self._serial = count()
         self._helper = DaemonExecutor("disk-read-beside")
 
@@ -166,7 +168,7 @@ class BlockFiles:
         self, name: bytes, pieces: Sequence[memoryview], is_unchanged: Callable[[], bool]
     ) -> bool:
         path = self._path(name)
-        staging = path.parent / f"{_UNFINISHED}{os.getpid()}-{next(self._serial)}"
+        staging = path.parent / f"{self._unfinished}-{next(self._serial)}"
         for directory in (self._directory, path.parent):
             directory.mkdir(mode=0o700, exist_ok=True)
         try:

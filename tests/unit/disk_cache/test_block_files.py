@@ -201,6 +201,18 @@ def test_what_a_killed_process_left_unfinished_goes_with_time(directory: Path) -
     assert not left.exists()
 
 
+def test_processes_of_one_number_in_several_containers_write_beside_each_other(tmp_path: Path) -> None:
+    one, other = (files_in(tmp_path / "kv", FakeBlocks()) for _ in range(2))
+
+    def write_the_same(block_id: int) -> bool:
+        assert other.write([block_id], NAMES[:1], lambda _: True) == 1
+        return True
+
+    assert one.write([0], NAMES[:1], write_the_same) == 1
+    assert read_all(tmp_path / "kv", NAMES[:1])[0] == 1
+    assert len(paths(tmp_path / "kv")) == 1
+
+
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_process_killed_while_it_writes_leaves_whole_blocks_or_none(tmp_path: Path) -> None:
     names = [i.to_bytes(32, "big") for i in range(4000)]
