@@ -8,6 +8,7 @@ share a directory without knowing of each other, since every change of it is one
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -32,7 +33,8 @@ _DIGEST_BYTES = 16
 _FAN_OUT = 2  # hexadecimal digits of a name that choose its directory
 _UNFINISHED = ".unfinished-"
 _MAX_PIECES = 512  # of a call; systems take 1,024
-_LEFT_AFTER_EVICTION = 0.9  # of the budget
+_LEFT_AFTER_EVICTION = 0.9  # of the budget, or of what a smaller disk holds
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _RECOUNT_SHARE = 1 / 32  # of the budget: having written so much, see what other processes wrote
 
 
@@ -150,14 +152,23 @@ class BlockFiles:
     def write(
         self, block_ids: Sequence[int], names: Sequence[bytes], is_unchanged: Callable[[int], bool]
     ) -> int:
-        """Store what these blocks hold, unless it is there or a block is changed meanwhile; how many were."""
+        """Store what these blocks hold, unless it is there or a block is changed meanwhile; how many were.
+
+        Raises OSError; a full disk has room for the next ones then, or there is nothing here to delete.
+        """
         num_written = 0
         for first in range(0, len(names), self._blocks.batch):
             batch = slice(first, first + self._blocks.batch)
             new = [pair for pair in zip(block_ids[batch], names[batch], strict=True) if self._is_new(pair[1])]
             pieces = self._blocks.outgoing([block_id for block_id, _ in new])
             for (block_id, name), own in zip(new, pieces, strict=True):
-                num_written += self._write_block(name, own, lambda: is_unchanged(block_id))  # noqa: B023
+                try:
+                    num_written += self._write_block(name, own, lambda: is_unchanged(block_id))  # noqa: B023
+                except OSError as error:
+                    if error.errno in _FULL:
+                        files = self._recount()
+                        self._evict(files, self._num_bytes)
+                    raise
         self._count(num_written * (self._blocks.block_bytes + _DIGEST_BYTES))
         return num_written
 
@@ -175,7 +186,7 @@ class BlockFiles:
             with _opened(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
                 digest = memoryview(self._digest(name, pieces))
                 if not _transfer(os.pwritev, file, [*pieces, digest]):
-                    raise OSError("the file system takes no more")
+                    raise OSError(errno.ENOSPC, "the file system takes no more")
             # Not before the bytes were read: they are what the name says only if nobody has written since.
             if is_unchanged():
                 staging.rename(path)
@@ -203,16 +214,24 @@ class BlockFiles:
         self._uncounted += num_bytes
         if self._num_bytes < self._max_bytes and self._uncounted < self._max_bytes * _RECOUNT_SHARE:
             return
+        files = self._recount()
+        if self._num_bytes > self._max_bytes:
+            self._evict(files, self._max_bytes)
+
+    def _recount(self) -> list[tuple[int, int, str]]:
+        """All there is, what was of no use for longest first."""
         files = sorted(self._files())
         self._num_bytes, self._uncounted = sum(size for _, size, _ in files), 0
-        if self._num_bytes <= self._max_bytes:
-            return
+        return files
+
+    def _evict(self, files: Sequence[tuple[int, int, str]], max_bytes: int) -> None:
+        """Delete the first of all there is, until some of `max_bytes` is free."""
         for _, size, path in files:
+            if self._num_bytes <= max_bytes * _LEFT_AFTER_EVICTION:
+                return
             with suppress(FileNotFoundError):
                 os.unlink(path)
             self._num_bytes -= size
-            if self._num_bytes <= self._max_bytes * _LEFT_AFTER_EVICTION:
-                return
 
     def _files(self) -> Iterator[tuple[int, int, str]]:
         """Time of last use, bytes and path of all there is, with what killed processes left unfinished."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -183,6 +184,28 @@ def test_what_was_of_no_use_for_longest_goes_first_and_of_a_prompt_its_end(direc
     assert left == {name.hex() for name in (NAMES[0], NAMES[1], name_of(7))}, "90 % of the budget"
     times = [os.stat(next(directory.rglob(NAMES[i].hex()))).st_mtime_ns for i in (0, 1)]
     assert times[0] >= times[1]
+
+
+def test_a_disk_smaller_than_the_budget_keeps_what_was_of_use_last(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfer = os.pwritev
+
+    def write(file: int, pieces: Sequence[memoryview], offset: int) -> int:
+        if sum(path.stat().st_size for path in paths(directory)) >= 5 * FILE_BYTES:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return transfer(file, pieces, offset)
+
+    monkeypatch.setattr(os, "pwritev", write)
+    for age, name in enumerate(NAMES):
+        os.utime(next(directory.rglob(name.hex())), (1000 - age, 1000 - age))
+    files = files_in(directory, FakeBlocks(), max_bytes=1 << 30)
+    files.touch(NAMES[3:])
+    with pytest.raises(OSError, match="No space left"):
+        files.write([5], [name_of(7)], lambda block_id: True)
+    assert files.write([5], [name_of(7)], lambda block_id: True) == 1
+    left = {name_of(7), *NAMES} - {NAMES[2]}
+    assert {path.name for path in paths(directory)} == {name.hex() for name in left}
 
 
 def test_what_other_processes_and_other_kinds_wrote_counts(directory: Path) -> None:
