@@ -376,6 +376,19 @@ async def test_a_file_is_deleted_or_gets_a_batch_but_never_both(tmp_path: Path) 
             assert (await ended(client, batch)).request_counts.completed == 1
 
 
+async def test_a_file_that_is_deleted_while_it_is_fetched_is_there_whole_or_not_found(tmp_path: Path) -> None:
+    content = b"0123456789" * 100_000
+    async with client_for(tmp_path) as client:
+        for _ in range(20):
+            file = await client.files.create(file=("in", content), purpose="batch")
+            calls = (client.files.content(file.id), client.files.delete(file.id))
+            both: Any = await asyncio.gather(*calls, return_exceptions=True)
+            found, deleted = both
+            assert deleted.deleted
+            if not isinstance(found, openai.NotFoundError):
+                assert found.content == content
+
+
 async def upload(url: str, body: bytes, content_type: str = "multipart/form-data; boundary=b") -> RawReply:
     wire = await Wire.connect(url)
     try:

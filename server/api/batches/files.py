@@ -10,6 +10,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
+from starlette.types import Message, Receive, Scope, Send
 
 from server.api.batches.batches import Batches, batches_of
 from server.api.batches.objects import PAGE_PARAMETERS, file_object, listing, read_page
@@ -118,10 +119,13 @@ async def get_file(request: Request, file_id: FileId) -> Response:
 @router.get("/v1/files/{file_id}/content")
 async def get_content(request: Request, file_id: FileId) -> Response:
     """The file itself."""
-    batches = batches_of(request)
-    file = await find_file(batches, owner_of(request), file_id)
-    path = await batches.state.run(lambda store: store.path(file.id))
-    return FileResponse(path, media_type="application/octet-stream", filename=file.filename)
+    tenant = owner_of(request)
+
+    def find(store: BatchStore) -> _Content:
+        file = existing_file(store, tenant, file_id)
+        return _Content(file, store.path(file.id))
+
+    return await batches_of(request).state.run(find)
 
 
 @router.delete("/v1/files/{file_id}")
@@ -157,9 +161,46 @@ def existing_file(store: BatchStore, tenant: str, file_id: str, param: str = "fi
     """The same, on the store's thread."""
     found = store.find_file(file_id, tenant)
     if found is None:
-        message = f"The file '{shown(file_id)}' does not exist or is no longer kept."
-        raise ApiError(ErrorReply(404, NOT_FOUND, message, param, "file_not_found"))
+        raise _not_found(file_id, param)
     return found
+
+
+def _not_found(file_id: str, param: str = "file_id") -> ApiError:
+    message = f"The file '{shown(file_id)}' does not exist or is no longer kept."
+    return ApiError(ErrorReply(404, NOT_FOUND, message, param, "file_not_found"))
+
+
+class _Content(FileResponse):
+    """The content of a file, whole even if that is deleted meanwhile. Raises ApiError if it is before."""
+
+    def __init__(self, file: StoredFile, path: FilePath) -> None:
+        self._file = file
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            raise _not_found(file.id) from None
+        super().__init__(
+            path, 200, None, "application/octet-stream", filename=file.filename, stat_result=found
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start: Message | None = None
+
+        async def send_opened(message: Message) -> None:
+            """The head is sent with the first piece: the file is open then."""
+            nonlocal start
+            if message["type"] == "http.response.start":
+                start = message
+                return
+            if start is not None:
+                head, start = start, None
+                await send(head)
+            await send(message)
+
+        try:
+            await super().__call__(scope, receive, send_opened)
+        except FileNotFoundError:
+            raise _not_found(self._file.id) from None
 
 
 def _begin(store: BatchStore, tenant: str, max_file_size: int) -> tuple[str, FilePath]:
