@@ -361,6 +361,26 @@ async def test_files_are_listed_deleted_and_kept_from_deletion_while_they_are_re
         assert len(list((tmp_path / "files").iterdir())) == 5
 
 
+async def test_a_list_goes_on_behind_what_is_there_or_says_that_it_cannot(tmp_path: Path) -> None:
+    async with (
+        server_url(FakeEngine(), state_dir=tmp_path, api_key=("first", "second")) as url,
+        client_of(url, "first") as first,
+        client_of(url, "second") as second,
+    ):
+        made = [(await first.files.create(file=(str(i), b"{}"), purpose="batch")).id for i in range(5)]
+        page = await first.files.list(limit=2)
+        assert [each.id for each in page.data] == [made[4], made[3]]
+        await first.files.delete(made[3])
+        with pytest.raises(openai.BadRequestError) as refusal:
+            await page.get_next_page()
+        assert refusal.value.param == "after"
+        with pytest.raises(openai.BadRequestError):
+            await second.files.list(after=made[0])
+        with pytest.raises(openai.BadRequestError):
+            await first.batches.list(after="batch_none")
+        assert [each.id for each in (await first.files.list(after=made[4])).data] == made[2::-1]
+
+
 async def test_a_file_is_deleted_or_gets_a_batch_but_never_both(tmp_path: Path) -> None:
     async with client_for(tmp_path) as client:
         for i in range(30):

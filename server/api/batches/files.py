@@ -13,9 +13,9 @@ from starlette.responses import FileResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from server.api.batches.batches import Batches, batches_of
-from server.api.batches.objects import PAGE_PARAMETERS, file_object, listing, read_page
+from server.api.batches.objects import PAGE_PARAMETERS, cannot_go_on, file_object, listing, read_page
 from server.api.batches.records import LONGEST_LIFE_S, SHORTEST_LIFE_S, StoredFile
-from server.api.batches.store import UNFINISHED, BatchStore
+from server.api.batches.store import UNFINISHED, BatchStore, NotListed
 from server.api.batches.upload import Upload
 from server.http.context import context_of, exchange_of
 from server.http.errors import INVALID, NOT_FOUND, ApiError, ErrorReply, invalid, shown
@@ -106,7 +106,10 @@ async def list_files(request: Request) -> Response:
     """The caller's files, newest first."""
     page, tenant = read_page(request.query_params, 10_000), owner_of(request)
     purpose = request.query_params.get("purpose")
-    found = await batches_of(request).state.run(lambda store: store.list_files(tenant, purpose, page))
+    try:
+        found = await batches_of(request).state.run(lambda store: store.list_files(tenant, purpose, page))
+    except NotListed:
+        raise cannot_go_on(page) from None
     return json_response(listing([file_object(file) for file in found], page))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from server.api.batches.records import Page, StoredBatch, StoredFile
-from server.http.errors import invalid, shown
+from server.http.errors import ApiError, invalid, shown
 
 PAGE_PARAMETERS: tuple[dict[str, Any], ...] = (
     {
@@ -78,6 +78,12 @@ def listing(found: Sequence[dict[str, object]], page: Page) -> dict[str, object]
         "last_id": data[-1]["id"] if data else None,
         "has_more": len(found) > page.limit,
     }
+
+
+def cannot_go_on(page: Page) -> ApiError:
+    """A 400: a list that ended in silence there would look whole."""
+    message = f"'after' is '{shown(page.after or '')}', which is not in the list any more: begin it anew."
+    return invalid(message, "after")
 
 
 def read_page(query: Mapping[str, str], most: int) -> Page:

@@ -12,11 +12,11 @@ from starlette.responses import Response
 
 from server.api.batches.batches import batches_of
 from server.api.batches.files import existing_file, owner_of
-from server.api.batches.objects import PAGE_PARAMETERS, batch_object, listing, read_page
+from server.api.batches.objects import PAGE_PARAMETERS, batch_object, cannot_go_on, listing, read_page
 from server.api.batches.protocol import BatchRequest, window_s
 from server.api.batches.records import StoredBatch
 from server.api.batches.seats import LinePace
-from server.api.batches.store import BatchStore
+from server.api.batches.store import BatchStore, NotListed
 from server.api.body import read_fields
 from server.api.openapi import json_body
 from server.http.errors import INVALID, NOT_FOUND, ApiError, ErrorReply, invalid, shown
@@ -54,7 +54,10 @@ async def list_batches(request: Request) -> Response:
     """The caller's batches, newest first."""
     page, tenant = read_page(request.query_params, 100), owner_of(request)
     batches = batches_of(request)
-    found = await batches.state.run(lambda store: store.list_batches(tenant, page))
+    try:
+        found = await batches.state.run(lambda store: store.list_batches(tenant, page))
+    except NotListed:
+        raise cannot_go_on(page) from None
     batches.runner.start()
     return json_response(listing([batch_object(batch) for batch in found], page))
 

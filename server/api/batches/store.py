@@ -62,6 +62,10 @@ class FolderTaken(Exception):
     """Another process keeps its files and batches in the folder."""
 
 
+class NotListed(Exception):
+    """A list cannot go on behind what is not in it."""
+
+
 class BatchStore:
     """Opens `folder`, made if need be, for this process alone. Raises OSError, sqlite3.Error, FolderTaken."""
 
@@ -116,7 +120,7 @@ class BatchStore:
         return None if row is None else StoredFile(*row)
 
     def list_files(self, tenant: str, purpose: str | None, page: Page) -> list[StoredFile]:
-        """The tenant's files, those of one purpose if it is given."""
+        """The tenant's files, those of one purpose if it is given. Raises NotListed."""
         self.drop_expired()
         where, values = "tenant = ?", [tenant]
         if purpose is not None:
@@ -167,7 +171,7 @@ class BatchStore:
         return found if found is not None and found.tenant == tenant else None
 
     def list_batches(self, tenant: str, page: Page) -> list[StoredBatch]:
-        """The tenant's batches."""
+        """The tenant's batches. Raises NotListed."""
         self.drop_expired()
         rows = self._listed("batches", _BATCH_COLUMNS, "tenant = ?", [tenant], page)
         return [StoredBatch(*row) for row in rows]
@@ -338,8 +342,12 @@ class BatchStore:
         sign, order = ("<", "DESC") if page.is_descending else (">", "ASC")
         given: list[object] = list(values)
         if page.after is not None:
-            where += f" AND rowid {sign} (SELECT rowid FROM {table} WHERE id = ?)"
-            given.append(page.after)
+            query = f"SELECT rowid FROM {table} WHERE {where} AND id = ?"
+            row = self._db.execute(query, (*given, page.after)).fetchone()
+            if row is None:
+                raise NotListed
+            where += f" AND rowid {sign} ?"
+            given.append(row[0])
         query = f"SELECT {columns} FROM {table} WHERE {where} ORDER BY rowid {order} LIMIT ?"
         return self._db.execute(query, (*given, page.limit + 1)).fetchall()
 
