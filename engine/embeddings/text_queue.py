@@ -15,22 +15,22 @@ Tenant = str | None
 
 @dataclass(slots=True, eq=False)
 class TextJob:
-    """The texts of one request. `rows` has what was computed of each; the job is done when none is left."""
+    """The texts of one request. `rows` has what was computed of each; the job is done when none is left.
+
+    `num_tokens` are those of the texts that no batch has yet: every request that comes asks for them.
+    """
 
     tenant: Tenant
     texts: list[EncodedText]
     rows: list[Any] = field(init=False)
     num_begun: int = 0
     num_left: int = field(init=False)
+    num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.rows = [None] * len(self.texts)
         self.num_left = len(self.texts)
-
-    @property
-    def num_tokens(self) -> int:
-        """Of the texts that no batch has yet."""
-        return sum(map(len, self.texts[self.num_begun :]))
+        self.num_tokens = sum(map(len, self.texts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,7 @@ class TextQueue:
             chosen.append(Chosen(job, job.num_begun))
             num_tokens += size
             job.num_begun += 1
+            job.num_tokens -= size
             self._served[tenant] += size
             if job.num_begun == len(job.texts):
                 self._remove(job)

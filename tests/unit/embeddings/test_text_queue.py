@@ -59,3 +59,20 @@ def test_what_is_dropped_is_not_taken() -> None:
     queue.drop(gone)
     assert queue.num_tokens == 10
     assert taken(queue, 100, kept) == [(0, 0)]
+
+
+def test_whoever_asks_what_waits_reads_no_text_for_it() -> None:
+    class Text(EncodedText):
+        def __len__(self) -> int:
+            asked.append(self)
+            return super().__len__()
+
+    asked: list[EncodedText] = []
+    queue, only = TextQueue(), TextJob(None, [Text([1, 1])] * 1000)
+    queue.add(only)
+    queue.take(20)
+    asked.clear()
+    assert (only.num_tokens, queue.num_tokens) == (1980, 1980)
+    assert not asked
+    queue.drop(only)
+    assert (queue.num_tokens, len(queue), asked) == (0, 0, [])
