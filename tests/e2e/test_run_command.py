@@ -44,7 +44,7 @@ def test_the_batches_that_a_server_has_left_open_are_left_to_the_next_server(
     content.write_bytes(jsonl([line("a")]))  # for another model than this one
     store.add_file(StoredFile("file-1", "", "in", "batch", content.stat().st_size, 1, 0, end), content)
     batch = StoredBatch("batch_1", "", "file-1", "/v1/completions", "24h", "validating", 0, end)
-    store.add_batch(batch)
+    store.add_batch(batch, 10)
     store.close()
     found = in_pipe(*flags, "--max-tokens=5", question="What is it?\n", SLIPSTREAM_HOME=str(tmp_path))
     assert (found.returncode, found.stderr) == (0, "")

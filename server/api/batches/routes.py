@@ -27,6 +27,7 @@ router = APIRouter(tags=["batches"])
 
 BATCHES_PATH = "/v1/batches"
 MAX_OPEN = 100  # batches of one tenant at once
+MAX_KEPT = 10_000  # of one tenant: of more, those that ended are forgotten, the oldest first
 _CANCELLABLE = ("validating", "in_progress")
 
 BatchId = Annotated[str, Path(description="The id of a batch.")]
@@ -117,7 +118,7 @@ def _add(store: BatchStore, pace: LinePace, body: BatchRequest, tenant: str) -> 
         metadata=None if body.metadata is None else json.dumps(body.metadata),
         output_lifetime_s=body.output_expires_after,
     )
-    store.add_batch(batch)
+    store.add_batch(batch, MAX_KEPT)
     return batch
 
 

@@ -158,11 +158,14 @@ class BatchStore:
 
     # Batches.
 
-    def add_batch(self, batch: StoredBatch) -> None:
-        """Keep a new batch."""
+    def add_batch(self, batch: StoredBatch, most: int) -> None:
+        """Keep a new batch, and of what its tenant has only the newest `most` and those that are open."""
         marks = ", ".join("?" * len(fields(StoredBatch)))
+        beyond = f"""DELETE FROM batches WHERE tenant = ? AND {_ENDED_AT} IS NOT NULL AND rowid <=
+            (SELECT rowid FROM batches WHERE tenant = ? ORDER BY rowid DESC LIMIT 1 OFFSET ?)"""
         with self._transaction():
             self._db.execute(f"INSERT INTO batches ({_BATCH_COLUMNS}) VALUES ({marks})", astuple(batch))
+            self._db.execute(beyond, (batch.tenant, batch.tenant, most))
 
     def find_batch(self, batch_id: str, tenant: str) -> StoredBatch | None:
         """The tenant's batch of this id, None if there is none or no longer."""
