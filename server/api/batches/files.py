@@ -85,7 +85,7 @@ async def create_file(request: Request) -> Response:
         purpose, lifetime_s = _read_form(upload.fields)
 
         def keep(store: BatchStore) -> StoredFile:
-            _check_room(store, tenant, limit)  # others have come meanwhile
+            check_room(store, tenant, limit)  # others have come meanwhile
             now = store.now()
             name = upload.filename or "upload"
             file = StoredFile(
@@ -208,12 +208,12 @@ class _Content(FileResponse):
 
 def _begin(store: BatchStore, tenant: str, max_file_size: int) -> tuple[str, FilePath]:
     """A fresh id and where to write. Raises ApiError when there is no room for another file."""
-    _check_room(store, tenant, max_file_size)
+    check_room(store, tenant, max_file_size)
     file_id = store.new_file_id()
     return file_id, store.path(file_id + UNFINISHED)
 
 
-def _check_room(store: BatchStore, tenant: str, max_file_size: int) -> None:
+def check_room(store: BatchStore, tenant: str, max_file_size: int) -> None:
     """Raises ApiError when there is no room for another file."""
     num_files, num_bytes = store.room_taken(tenant)
     if num_files >= MAX_FILES:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.batches.batches import batches_of
-from server.api.batches.files import existing_file, owner_of
+from server.api.batches.files import check_room, existing_file, owner_of
 from server.api.batches.objects import PAGE_PARAMETERS, batch_object, cannot_go_on, listing, read_page
 from server.api.batches.protocol import BatchRequest, window_s
 from server.api.batches.records import StoredBatch
@@ -19,6 +19,7 @@ from server.api.batches.seats import LinePace
 from server.api.batches.store import BatchStore, NotListed
 from server.api.body import read_fields
 from server.api.openapi import json_body
+from server.http.context import context_of
 from server.http.errors import INVALID, NOT_FOUND, ApiError, ErrorReply, invalid, shown
 from server.http.json_reply import json_response
 from server.http.site_guard import refuse_simple
@@ -44,7 +45,13 @@ async def create_batch(request: Request) -> Response:
     """Answer the requests in a file until the end of a window, in seats that nobody else needs."""
     batches, tenant = batches_of(request), owner_of(request)
     body = await read_fields(request, BatchRequest, {})
-    batch = await batches.state.run(lambda store: _add(store, batches.runner.pace, body, tenant))
+    max_file_size = context_of(request).settings.server.max_file_size
+
+    def add(store: BatchStore) -> StoredBatch:
+        check_room(store, tenant, max_file_size)  # for what it will write
+        return _add(store, batches.runner.pace, body, tenant)
+
+    batch = await batches.state.run(add)
     batches.runner.start()
     batches.runner.take(batch)
     return json_response(batch_object(batch))
