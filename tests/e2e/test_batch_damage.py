@@ -15,6 +15,8 @@ import pytest
 
 from server.api.batches import runner
 from server.api.batches.line_scan import LineScan
+from server.api.batches.records import StoredBatch
+from server.api.batches.store import BatchStore
 from tests.e2e.test_batches import client_for, ended, line, rows_of, submit, until
 from tests.support.fake_engine import FakeEngine
 
@@ -72,3 +74,25 @@ async def test_a_file_that_cannot_be_read_now_is_validated_after_a_pause(
             batch = await until(client, batch, lambda _: len(tries) > 3)
         assert min(after - before for before, after in pairwise(tries)) >= 0.2
         assert (await ended(client, batch)).request_counts.completed == 1
+
+
+async def test_a_batch_whose_end_was_kept_and_not_told_is_not_ended_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_batch = BatchStore.end_batch
+
+    def end(store: BatchStore, batch_id: str, ending: str) -> StoredBatch:
+        found = end_batch(store, batch_id, ending)
+        calls.append(ending)
+        if len(calls) == 1:
+            raise sqlite3.OperationalError("disk I/O error")  # what is read behind the commit
+        return found
+
+    calls: list[str] = []
+    monkeypatch.setattr(runner, "_PAUSE_S", 0.05)
+    monkeypatch.setattr(BatchStore, "end_batch", end)
+    async with client_for(tmp_path) as client:
+        batch = await submit(client, [line("a")])
+        await until(client, batch, lambda _: len(calls) == 2)
+        batch = await ended(client, await client.batches.retrieve(batch.id))
+        assert [row["custom_id"] for row in await rows_of(client, batch.output_file_id)] == ["a"]

@@ -246,9 +246,11 @@ class BatchStore:
         """Write the files of a batch and give it the status `ending`, in one transaction.
 
         Lines without an answer get an error that says why; where validation was not over, there are no lines.
-        Killed before the end, it is done again.
+        Killed before the end, it is done again; once it is done, nothing changes any more.
         """
         batch = self._existing(batch_id)
+        if batch.status not in OPEN_STATUSES:
+            return batch
         if batch.in_progress_at is None:
             self.clear_lines(batch_id)
         if ending in _REASONS:
