@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict, deque
+from contextlib import suppress
 
 from server.http.errors import OVERLOADED, ApiError, ErrorReply
 
@@ -79,6 +80,8 @@ class UploadRoom:
             if entered.done() and not entered.cancelled():  # there was room all the same
                 self.leave(tenant, size)
             else:
+                with suppress(ValueError):
+                    waiting.remove((size, entered))
                 self._let_in(tenant)
             raise
 

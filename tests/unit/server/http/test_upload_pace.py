@@ -110,3 +110,16 @@ async def test_too_many_that_wait_are_refused() -> None:
     await room.enter("b", 10)
     room.leave("a", 10)
     await asyncio.gather(*tasks)
+
+
+async def test_who_has_gone_does_not_count_as_waiting() -> None:
+    room, entered = UploadRoom(10, 2), list[str]()
+    tasks = await entering(room, entered, "a1", "a2", "a3")
+    tasks[2].cancel()
+    await asyncio.wait({tasks[2]})
+    tasks += await entering(room, entered, "a4")
+    for _ in range(2):
+        room.leave("a", 10)
+        await asyncio.sleep(0)
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert entered == ["a1", "a2", "a4"]
