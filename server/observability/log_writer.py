@@ -10,6 +10,8 @@ import time
 from threading import Thread
 
 MAX_WAITING = 4096  # lines; with a traceback in each, some ten MiB
+_DROPPED = "%d log lines were dropped: their reader is too slow"
+_LOST = "%d log lines were lost: they could not be written"
 CLOSE_S = 2.0  # what is written after the end of the process's work must not hold up its exit
 
 
@@ -17,8 +19,8 @@ class LogWriter(logging.Handler):
     """Formats a record on the thread that logs it and writes it on its own; never waits for the reader.
 
     While the reader is slow up to `max_waiting` lines wait and further ones are dropped, which a line tells
-    as soon as it has caught up. When it has gone everything is dropped. `close` gives what waits up to
-    `CLOSE_S` seconds.
+    as soon as it has caught up. Lines that cannot be written, on a full disk say, are lost, which a line
+    tells once one can. `close` gives what waits up to `CLOSE_S` seconds.
     """
 
     def __init__(self, fd: int, max_waiting: int = MAX_WAITING) -> None:
@@ -26,6 +28,7 @@ class LogWriter(logging.Handler):
         self._fd = fd
         self._lines: queue.Queue[str | None] = queue.Queue(max_waiting)
         self._num_dropped = 0  # written under the handler's lock
+        self._is_torn = False  # the last line was written in part; for the thread
         self._thread = Thread(target=self._write_lines, name="slipstream-log", daemon=True)
         self._thread.start()
 
@@ -49,31 +52,39 @@ class LogWriter(logging.Handler):
         super().close()
 
     def _write_lines(self) -> None:
-        num_told = 0
-        is_read, ends = True, False
+        num_told = num_lost = 0
+        ends = False
         while not ends:
             line = self._lines.get()
             ends = line is None
-            if line is not None:
-                is_read = is_read and self._write(line)
+            if num_lost and self._write(self._notice(_LOST, num_lost)):
+                num_lost = 0
+            if line is not None and not self._write(line):
+                num_lost += 1
             num_dropped = self._num_dropped
             if num_dropped > num_told and (ends or self._lines.empty()):
-                is_read = is_read and self._write(self._notice(num_dropped - num_told))
+                self._write(self._notice(_DROPPED, num_dropped - num_told))
                 num_told = num_dropped
 
-    def _notice(self, num_dropped: int) -> str:
-        message = "%d log lines were dropped: their reader is too slow"
-        args = (num_dropped,)
+    def _notice(self, message: str, num_lines: int) -> str:
+        args = (num_lines,)
         return self.format(
             logging.LogRecord("slipstream.server", logging.WARNING, __file__, 0, message, args, None)
         )
 
     def _write(self, line: str) -> bool:
-        return write_all(self._fd, f"{line}\n".encode("utf-8", "backslashreplace"))
+        """Write a line, behind the end of one that was cut; False if that cannot be."""
+        data = f"{line}\n".encode("utf-8", "backslashreplace")
+        if self._is_torn:
+            data = b"\n" + data
+        num_written = write_all(self._fd, data)
+        if num_written:
+            self._is_torn = num_written < len(data)
+        return num_written == len(data)
 
 
-def write_all(fd: int, data: bytes) -> bool:
-    """Write all of `data`, waiting for its reader; False when there is none any more."""
+def write_all(fd: int, data: bytes) -> int:
+    """Write all of `data`, waiting for its reader; how many bytes were written when no more can be."""
     left = memoryview(data)
     while left:
         try:
@@ -81,5 +92,5 @@ def write_all(fd: int, data: bytes) -> bool:
         except BlockingIOError:  # another process that has this pipe made it so
             select.select([], [fd], [])
         except OSError:
-            return False
-    return True
+            break
+    return len(data) - len(left)

@@ -1,3 +1,4 @@
+import errno
 import json
 import logging
 import os
@@ -6,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -97,6 +99,33 @@ def test_a_reader_that_has_gone_is_no_fault(log: logging.Logger) -> None:
         log.info("nobody reads this")
     writer.close()
     os.close(pipe.sink)
+
+
+def test_a_disk_that_was_full_for_a_while_costs_the_lines_of_that_while(
+    log: logging.Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, room = os.write, [8, 3, 0, 0, 0]  # bytes that calls still find, then as many as they want
+
+    def write_on_full_disk(fd: int, data: memoryview) -> int:
+        most = room.pop(0) if room else len(data)
+        if not most:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data[:most])
+
+    file = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+    monkeypatch.setattr(os, "write", write_on_full_disk)
+    log.addHandler(LogWriter(file))
+    for text in ("whole 1", "cut 2", "lost 3", "whole 4"):
+        log.info(text)
+    log.handlers[0].close()
+    os.close(file)
+    lines = (tmp_path / "log").read_text().splitlines()
+    told = "2 log lines were lost: they could not be written"
+    assert [line for line in lines if line.startswith("whole") or line == told] == [
+        "whole 1",
+        told,
+        "whole 4",
+    ]
 
 
 def test_a_pipe_that_somebody_made_non_blocking_is_waited_for(log: logging.Logger) -> None:
