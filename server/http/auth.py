@@ -103,7 +103,8 @@ def key_ring(settings: Settings) -> KeyRing:
     """The keys that `settings` name. Raises StartRefused."""
     keys = read_keys(settings.server)
     names_tenants = keys or settings.scheduler.tenant_header is not None
-    return KeyRing(keys, installation_secret(settings.home) if names_tenants else b"")
+    secret = installation_secret(settings.home, settings.server.state_dir) if names_tenants else b""
+    return KeyRing(keys, secret)
 
 
 class AuthMiddleware:

@@ -15,29 +15,35 @@ SECRET_BYTES = 32
 _NAME = "installation-secret"
 
 
-def installation_secret(home: Path) -> bytes:
+def installation_secret(home: Path, state: Path | None = None) -> bytes:
     """The secret kept below `home`, made at the first call; one of this process's own if that fails.
 
-    Of several processes that make it at once one wins, and all get its secret. Never raises.
+    Where `state` has what belongs to tenants, it has the secret as well, and that one counts: it may outlive
+    `home`. Of several processes that make it at once one wins, and all get its secret. Never raises.
     """
-    path = home / _NAME
-    try:
-        if not path.exists():
-            _make(path)
-        return _read(path)
-    except OSError as error:
-        log.info("tenants get other digests at each start: %s: %s", path, error.strerror)
+    secret = None
+    for folder in (home,) if state is None else (home, state):
+        path = folder / _NAME
+        try:
+            if not path.exists():
+                _make(path, secret or secrets.token_bytes(SECRET_BYTES))
+            secret = _read(path)
+        except OSError as error:
+            reason = f"{path}: {error.strerror}"
+    if secret is None:
+        log.info("tenants get other digests at each start: %s", reason)
         return secrets.token_bytes(SECRET_BYTES)
+    return secret
 
 
-def _make(path: Path) -> None:
-    """Write a new secret atomically, readable by its owner only, unless there is one. Raises OSError."""
+def _make(path: Path, secret: bytes) -> None:
+    """Write a secret atomically, readable by its owner only, unless there is one. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(secrets.token_bytes(SECRET_BYTES))
+            file.write(secret)
             file.flush()
             os.fsync(file.fileno())
         with suppress(FileExistsError):  # another process was faster

@@ -344,6 +344,19 @@ async def test_files_and_batches_belong_to_the_key_that_made_them(tmp_path: Path
         assert [each.id async for each in first.batches.list()] == [batch.id]
 
 
+async def test_a_key_finds_its_own_after_the_next_start_wherever_that_is(tmp_path: Path) -> None:
+    """All that outlives a container may be the directory of the state."""
+    found: list[list[tuple[str, str | None]]] = []
+    for _ in range(2):
+        server = server_url(FakeEngine(), state_dir=tmp_path, api_key=("first", "second"))
+        async with server as url, client_of(url, "first") as client, client_of(url, "second") as other:
+            if not found:
+                await ended(client, await submit(client, [line("a")]))
+            found.append([(each.id, each.output_file_id) async for each in client.batches.list()])
+            assert [each async for each in other.batches.list()] == []
+    assert found[0] == found[1] and len(found[0]) == 1
+
+
 async def test_files_are_listed_deleted_and_kept_from_deletion_while_they_are_read(tmp_path: Path) -> None:
     async def never(_: int) -> None:
         await asyncio.Event().wait()

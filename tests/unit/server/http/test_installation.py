@@ -62,3 +62,13 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 def test_without_a_place_to_keep_it_there_is_one_all_the_same(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert len({installation_secret(tmp_path / "file" / "home") for _ in range(2)}) == 2
+
+
+def test_the_state_of_tenants_has_it_too_and_takes_it_along(tmp_path: Path) -> None:
+    secret = installation_secret(tmp_path / "home")
+    assert installation_secret(tmp_path / "home", tmp_path / "state") == secret
+    assert installation_secret(tmp_path / "new", tmp_path / "state") == secret
+    assert installation_secret(tmp_path / "new") != secret
+    (tmp_path / "file").write_text("")
+    assert installation_secret(tmp_path / "file" / "home", tmp_path / "state") == secret
+    assert installation_secret(tmp_path / "home", tmp_path / "file" / "state") == secret
