@@ -56,3 +56,18 @@ def test_nothing_is_kept_where_nothing_may_be() -> None:
     assert not store.is_open
     store.add(response("a"), [item("msg_a")])
     assert (len(store), store.num_bytes) == (0, 0)
+
+
+def test_a_tenant_that_stores_much_makes_room_itself() -> None:
+    store = StoredResponses(most=4, most_bytes=100)
+    store.add(response("quiet", 30, "one"), [])
+    for name in "abcdef":
+        store.add(response(name, tenant="two"), [item(f"msg_{name}")])
+    assert store.find("quiet", "one")
+    assert [name for name in "abcdef" if store.find(name, "two")] == ["d", "e", "f"]
+    assert store.item("msg_c", "two") is None
+    store.add(response("large", 50, "two"), [])
+    assert [name for name in ("d", "e", "f", "large") if store.find(name, "two")] == ["e", "f", "large"]
+    store.add(response("larger", 60, "two"), [])
+    assert store.find("quiet", "one") and store.find("larger", "two")
+    assert (len(store), store.num_bytes) == (2, 90)
