@@ -142,6 +142,10 @@ class BlockFiles:
                 is_whole = is_whole and _transfer(os.preadv, file, [*pieces, memoryview(digest)])
         except FileNotFoundError:
             return False
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            is_whole = False  # a bad sector stays bad
         if is_whole and self._digest(name, pieces) == digest:
             return True
         log.warning("a file of the prefix cache is damaged and deleted: %s", name.hex())

@@ -145,6 +145,22 @@ def test_a_damaged_file_is_deleted_and_what_follows_it_is_not_read(directory: Pa
     assert len(paths(directory)) == 4
 
 
+def test_a_file_on_a_bad_sector_is_deleted_and_those_before_it_are_read(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    third = next(path for path in paths(directory) if path.name == NAMES[2].hex())
+    inode, transfer = third.stat().st_ino, os.preadv
+
+    def read(file: int, pieces: Sequence[memoryview], offset: int) -> int:
+        if os.fstat(file).st_ino == inode:
+            raise OSError(errno.EIO, "Input/output error")
+        return transfer(file, pieces, offset)
+
+    monkeypatch.setattr(os, "preadv", read)
+    assert read_all(directory)[0] == 2
+    assert not third.exists()
+
+
 def test_contents_under_another_name_are_not_taken_for_its_own(directory: Path) -> None:
     files = {path.name: path for path in paths(directory)}
     files[NAMES[1].hex()].replace(files[NAMES[0].hex()])
