@@ -453,6 +453,7 @@ PURPOSE = ("purpose", b"batch")
         (form(PURPOSE, ("file", b"x"), ("file", b"y")), 400, "file"),
         (form(PURPOSE, ("file", b"x"))[:-8], 400, None),
         (form(*[(f"f{i}", b"x") for i in range(20)]), 400, None),
+        (form(*[PURPOSE] * 20, ("file", b"x")), 400, None),
         (form(("purpose", b"x" * 5000)), 400, None),
         (b"\x00" * 1000, 400, None),
         (b"--b\r\n" + b"x" * 9000, 400, None),

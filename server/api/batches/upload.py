@@ -16,7 +16,7 @@ from server.http.client import ClientGone
 from server.http.errors import INVALID, ApiError, ErrorReply, invalid
 
 MAX_FIELD_BYTES = 4096
-MAX_FIELDS = 16
+MAX_FIELDS = 16  # the file included, however they are named
 MAX_NAME = 255
 _MAX_HEADERS = 8
 _MAX_HEADER_BYTES = 4096
@@ -40,6 +40,7 @@ class Upload:
         self._file: BinaryIO | None = None
         self._pending = bytearray()
         self._last = b"\n"
+        self._num_fields = 0
         self._headers: dict[str, bytes] = {}
         self._header_name, self._header_value = bytearray(), bytearray()
         self._name = ""
@@ -110,6 +111,9 @@ class Upload:
 
     def _on_part_begin(self) -> None:
         self._headers, self._name, self._value = {}, "", bytearray()
+        self._num_fields += 1
+        if self._num_fields > MAX_FIELDS:
+            raise invalid(f"The form has more than {MAX_FIELDS} fields, the limit.")
 
     def _on_header_field(self, data: bytes, start: int, end: int) -> None:
         self._header_name += data[start:end]
@@ -137,8 +141,6 @@ class Upload:
                 raise invalid("The field 'file' is there twice.", "file")
             name = options.get(b"filename", b"").decode("utf-8", "replace")
             self.filename = _UNNAMEABLE.sub("", name)[:MAX_NAME] or "upload"
-        elif len(self.fields) >= MAX_FIELDS:
-            raise invalid(f"The form has more than {MAX_FIELDS} fields, the limit.")
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
         if self._name == "file":
