@@ -476,6 +476,16 @@ async def test_a_hostile_upload_is_refused_and_leaves_nothing(
         assert not list((tmp_path / "files").iterdir())
 
 
+async def test_a_form_whose_boundary_no_form_may_have_is_refused(tmp_path: Path) -> None:
+    async with server_url(FakeEngine(), state_dir=tmp_path) as url:
+        for boundary in ("x" * 300, "x" * 5000, '"', '"a b"'):
+            reply = await upload(
+                url, form(PURPOSE, ("file", b"x")), f"multipart/form-data; boundary={boundary}"
+            )
+            assert (reply.status, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+        assert not list((tmp_path / "files").iterdir())
+
+
 async def test_uploads_at_the_same_time_are_kept_up_to_the_limit_of_all(tmp_path: Path) -> None:
     async with client_for(tmp_path, max_file_size=1000) as client:
         uploads = [client.files.create(file=("in", bytes(1000)), purpose="batch") for _ in range(30)]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from python_multipart.exceptions import MultipartParseError
+from python_multipart.exceptions import FormParserError, MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.types import Receive
 
@@ -91,7 +91,10 @@ class Upload:
             "on_headers_finished": self._on_headers_finished,
             "on_end": self._on_end,
         }
-        return MultipartParser(boundary, callbacks)  # type: ignore[arg-type]
+        try:
+            return MultipartParser(boundary, callbacks)  # type: ignore[arg-type]
+        except FormParserError:
+            raise invalid(f"The form's boundary has {len(boundary)} characters, too many for any.") from None
 
     async def _flush(self) -> None:
         content, self._pending = self._pending, bytearray()
