@@ -21,6 +21,7 @@ OPENMETRICS_END = "# EOF\n"
 Kind: TypeAlias = Literal["gauge", "counter", "histogram", "info"]
 Labels: TypeAlias = tuple[tuple[str, str], ...]
 
+_MOST_NAMES = 4096  # many times a page's
 _SUFFIX: dict[Kind, str] = {"gauge": "", "counter": "_total", "histogram": "", "info": "_info"}
 
 
@@ -47,6 +48,8 @@ class SeriesNames:
         key = (name, labels)
         found = self._names.get(key)
         if found is None:
+            if len(self._names) >= _MOST_NAMES:  # of tenants, say, that come and go
+                self._names.clear()
             found = self._names[key] = _series(self.prefix + name, {**self._common, **dict(labels)})
         return found
 

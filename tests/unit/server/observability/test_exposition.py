@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 from math import inf, isnan, nan
 
@@ -113,3 +114,20 @@ def test_a_page_has_the_samples_of_its_own_time(openmetrics: bool) -> None:
     assert pages[0] == pages[1] == pages[3]
     assert len(set(pages)) == 3
     assert pages[2] != pages[4] == page(SeriesNames("x_", {}), 0)
+
+
+def test_series_that_come_and_go_are_not_remembered_for_ever() -> None:
+    names = SeriesNames("x_", {"model_name": "m"})
+
+    def scrape(numbers: range) -> None:
+        for i in numbers:
+            page = Exposition(names, openmetrics=False)
+            page.add("share", "gauge", "Of a tenant.", [((("tenant", f"user-{i}"),), 0.5)])
+            assert f'tenant="user-{i}"}} 0.5' in page.text()
+
+    scrape(range(10_000))
+    tracemalloc.start()
+    scrape(range(10_000, 40_000))
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert num_bytes < 4 << 20
