@@ -96,3 +96,14 @@ async def test_a_batch_whose_end_was_kept_and_not_told_is_not_ended_anew(
         await until(client, batch, lambda _: len(calls) == 2)
         batch = await ended(client, await client.batches.retrieve(batch.id))
         assert [row["custom_id"] for row in await rows_of(client, batch.output_file_id)] == ["a"]
+
+
+async def test_a_folder_among_the_files_is_left_alone(tmp_path: Path) -> None:
+    """File systems have some of their own: lost+found, .snapshot, @eaDir."""
+    (tmp_path / "files" / "lost+found").mkdir(parents=True)
+    (tmp_path / "files" / "stray").touch()
+    async with client_for(tmp_path) as client:
+        batch = await ended(client, await submit(client, [line("a")]))
+        assert [row["custom_id"] for row in await rows_of(client, batch.output_file_id)] == ["a"]
+    left = {path.name for path in (tmp_path / "files").iterdir()}
+    assert left == {"lost+found", batch.input_file_id, batch.output_file_id}

@@ -323,7 +323,7 @@ class BatchStore:
         """Delete what was killed between being written and being kept."""
         known = {row[0] for row in self._db.execute("SELECT id FROM files")}
         for path in (self.folder / "files").iterdir():
-            if path.name not in known:
+            if path.name not in known and not path.is_dir():
                 path.unlink()
 
     def _put_file(self, file: StoredFile) -> None:
