@@ -6,6 +6,7 @@ import asyncio
 import errno
 import sqlite3
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from server.api.batches import runner
 from server.api.batches.line_scan import LineScan
-from server.api.batches.records import StoredBatch
+from server.api.batches.records import Line, StoredBatch
 from server.api.batches.store import BatchStore
 from tests.e2e.test_batches import client_for, ended, line, rows_of, submit, until
 from tests.support.fake_engine import FakeEngine
@@ -107,3 +108,34 @@ async def test_a_folder_among_the_files_is_left_alone(tmp_path: Path) -> None:
         assert [row["custom_id"] for row in await rows_of(client, batch.output_file_id)] == ["a"]
     left = {path.name for path in (tmp_path / "files").iterdir()}
     assert left == {"lost+found", batch.input_file_id, batch.output_file_id}
+
+
+async def test_lines_that_were_begun_with_are_not_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, add_lines = BatchStore.begin, BatchStore.add_lines
+
+    def begin_untold(store: BatchStore, batch_id: str) -> StoredBatch:
+        found = begin(store, batch_id)
+        begun.append(batch_id)
+        if len(begun) == 1:
+            raise sqlite3.OperationalError("disk I/O error")  # what is read behind the commit
+        return found
+
+    def add_until_full(store: BatchStore, batch_id: str, lines: Sequence[Line]) -> None:
+        if begun:
+            refused.append(batch_id)
+            raise sqlite3.OperationalError("database or disk is full")
+        add_lines(store, batch_id, lines)
+
+    begun, refused = list[str](), list[str]()
+    monkeypatch.setattr(runner, "_PAUSE_S", 0.05)
+    with monkeypatch.context() as full:
+        full.setattr(BatchStore, "begin", begin_untold)
+        full.setattr(BatchStore, "add_lines", add_until_full)
+        async with client_for(tmp_path) as client:
+            batch = await submit(client, [line("a"), line("b")])
+            await until(client, batch, lambda each: bool(refused) or each.status == "completed")
+    async with client_for(tmp_path) as client:
+        batch = await ended(client, await client.batches.retrieve(batch.id))
+        assert [row["custom_id"] for row in await rows_of(client, batch.output_file_id)] == ["a", "b"]

@@ -209,8 +209,8 @@ class BatchRunner:
         batch = job.batch
         path = await self._state.run(lambda store: store.path(batch.input_file_id))
         scan = LineScan(path, batch.endpoint, self._max_line_bytes)
-        await self._state.run(lambda store: store.clear_lines(batch.id))
-        while not scan.is_over:
+        begun = await self._state.run(lambda store: store.clear_lines(batch.id))
+        while begun.in_progress_at is None and not scan.is_over:
             await self._state.run(partial(_scan_more, batch_id=batch.id, scan=scan))
         if scan.errors:
             await self._state.run(lambda store: store.clear_lines(batch.id))
@@ -219,7 +219,7 @@ class BatchRunner:
             log.info("batch %s has failed: %d lines are wrong", batch.id, len(scan.errors))
         else:
             begun = await self._state.run(lambda store: store.begin(batch.id))
-            job.num_unanswered = begun.total
+            job.num_unanswered = begun.total - begun.completed - begun.failed
             if job.batch.status == "validating":
                 job.batch = begun
 

@@ -197,10 +197,13 @@ class BatchStore:
 
     # Lines.
 
-    def clear_lines(self, batch_id: str) -> None:
-        """Forget the lines that an interrupted validation has left."""
+    def clear_lines(self, batch_id: str) -> StoredBatch:
+        """Forget the lines that an interrupted validation has left, but not those that it has ended with."""
+        query = """DELETE FROM lines WHERE batch_id = ?
+            AND (SELECT in_progress_at FROM batches WHERE id = ?) IS NULL"""
         with self._transaction():
-            self._db.execute("DELETE FROM lines WHERE batch_id = ?", (batch_id,))
+            self._db.execute(query, (batch_id, batch_id))
+        return self._existing(batch_id)
 
     def add_lines(self, batch_id: str, lines: Sequence[Line]) -> None:
         """Keep lines to be answered."""
@@ -251,8 +254,7 @@ class BatchStore:
         batch = self._existing(batch_id)
         if batch.status not in OPEN_STATUSES:
             return batch
-        if batch.in_progress_at is None:
-            self.clear_lines(batch_id)
+        self.clear_lines(batch_id)
         if ending in _REASONS:
             self._refuse_rest(batch_id, ending)
         made = []
