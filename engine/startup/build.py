@@ -137,6 +137,7 @@ def put_together(
         verification=settings.speculation.draft_verification,
         keeps_features=any(source.drafter.reads_features for source in sources),
         feature_layers=feature_layers(sources),
+        feature_window=max((source.feature_window for source in sources), default=1),
     )
     with refused_where_memory_ends(settings, on_gpu=loaded.device.type == "cuda"):
         runner = make_runner(loaded, sampler, of_runner, for_drafts)

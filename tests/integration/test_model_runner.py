@@ -285,3 +285,22 @@ def test_features_are_of_verified_positions_only() -> None:
     _, hidden = runner.forward.with_features(inputs, runner.kv)
     expected = torch.cat([hidden[:8], hidden[8:11], hidden[12:13], hidden[14:15]])
     torch.testing.assert_close(torch.cat(kept), expected)
+
+
+@torch.inference_mode()
+def test_kept_features_hold_nothing_of_a_prompt_that_passed_beside_them() -> None:
+    """They may be kept for hundreds of steps until the sequence is drafted for again."""
+    loaded = load_tiny("llama")
+    for_drafts = ForDrafts(keeps_features=True, feature_layers=(0, 1), feature_window=70)
+    runner = ModelRunner(loaded, 64, BLOCK_SIZE, Sampler(loaded.vocab_size, loaded.device), 0, for_drafts)
+    decode = Part([5, 6, 7], 2, 3, [0, 1])
+    prompt = Part([9] * 100, 0, 100, range(2, 27))
+    result = runner.run(pack_step([decode, decode._replace(blocks=[27, 28]), prompt], BLOCK_SIZE))
+    assert result.features is not None
+    first, second, long = (rows for rows in result.features if isinstance(rows, torch.Tensor))
+    row_bytes = first.nbytes
+    assert (len(first), len(second), len(long)) == (1, 1, 70), "of a long part the window is enough"
+    assert first.untyped_storage().nbytes() == second.untyped_storage().nbytes() == 2 * row_bytes
+    assert long.untyped_storage().nbytes() == 70 * row_bytes
+    _, hidden = runner.forward.with_features(pack_step([prompt], BLOCK_SIZE), runner.kv)
+    torch.testing.assert_close(long, hidden[30:])

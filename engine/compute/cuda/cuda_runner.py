@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -179,16 +179,17 @@ class CudaRunner:
         self._drawn[: len(places)].copy_(self._at(np.array(verified.rows.token_ids, np.int64)))
         return verified
 
-    def _hidden(self, under_way: DevicePass, inputs: StepInputs) -> torch.Tensor | None:
-        """A copy of what drafters read of the pass, verified or not; the next pass may write over it."""
-        if under_way.hidden is None:
+    def _hidden(self, under_way: DevicePass, inputs: StepInputs) -> Sequence[torch.Tensor] | None:
+        """Copies of what drafters read of the pass, verified or not; the next pass may write over it."""
+        hidden, for_drafts = under_way.hidden, self.parts.for_drafts
+        if hidden is None:
             return None
-        if self.parts.for_drafts.feature_layers:
-            return under_way.hidden[: len(inputs.token_ids)].clone()
-        return under_way.hidden.index_select(0, self._at(under_way.places))
+        if not for_drafts.feature_layers:
+            hidden = hidden.index_select(0, self._at(under_way.places))
+        return for_drafts.parts(hidden, inputs)
 
     def _features(
-        self, hidden: torch.Tensor | None, inputs: StepInputs, verified: Verified
+        self, hidden: Sequence[torch.Tensor] | None, inputs: StepInputs, verified: Verified
     ) -> tuple[torch.Tensor | None, ...] | None:
         """What each sequence keeps of it, on the device. A drafter may read it in any stream at once."""
         if hidden is None:

@@ -76,6 +76,7 @@ class RecurrentRunner:
                     logits = self.forward(inputs, self.memory)
             middle = mark(device)
             verified = self.judge(logits, inputs)
+            parts = None if hidden is None else self.for_drafts.parts(hidden, inputs)
             scores = self.scorer.score(inputs.prompt_rows, seen)
         end = mark(device)
         return StepResult(
@@ -84,7 +85,7 @@ class RecurrentRunner:
             seconds_between(middle, end),
             seconds_between(start, begin) if num_bytes else 0.0,
             num_bytes,
-            features=None if hidden is None else self.for_drafts.features(hidden, inputs, verified),
+            features=None if parts is None else self.for_drafts.features(parts, inputs, verified),
             prompt_logprobs=scores,
         )
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import accumulate, groupby, product
 
 import numpy as np
 import torch
@@ -22,11 +22,12 @@ from engine.compute.sampling.sampler import Sampler
 from engine.compute.verification.verified import Verified
 from engine.compute.verification.verifier import make_verifier
 from engine.plan.speculation.speculation_config import Verification
-from engine.plan.step_records import BlockMoves, Int64, SampledRows, StepInputs, StepResult
+from engine.plan.step_records import BlockMoves, Int32, Int64, SampledRows, StepInputs, StepResult
 
 _WARM_UP_TOKENS = 64
 _WARM_UP_SEQUENCES = 8
 _WARM_UP_VERIFIED = 5
+_SHORT = 64  # rows of a sequence: no fewer than its newest token and drafts may be
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +35,35 @@ class ForDrafts:
     """What drafts need of the runner: the rule they are judged by, and whether drafters read the target.
 
     `keeps_features` has each result carry what those need: what enters `feature_layers` at every verified
-    position, or, where none are named, what the head read where each sequence's newest token was drawn.
+    position, or, where none are named, what the head read where each sequence's newest token was drawn. Of
+    a long part of a prompt the last `feature_window` positions will do.
     """
 
     verification: Verification = "match"
     keeps_features: bool = False
     feature_layers: tuple[int, ...] = ()
+    feature_window: int = 1
+
+    def parts(self, hidden: torch.Tensor, inputs: StepInputs) -> Sequence[torch.Tensor]:
+        """`hidden`, which is as PackedForward gives it, by sequences; as it is where no layers are named.
+
+        By sequences they are copies: what is drafted for later would keep the whole pass in memory.
+        """
+        if not self.feature_layers:
+            return [hidden]
+        return rows_apart(hidden, inputs.query_lens, self.feature_window)
 
     def features(
-        self, hidden: torch.Tensor, inputs: StepInputs, verified: Verified
+        self, parts: Sequence[torch.Tensor], inputs: StepInputs, verified: Verified
     ) -> tuple[torch.Tensor | None, ...]:
-        """Of `hidden`, which is as PackedForward gives it, what each sequence keeps: [positions, width].
+        """Of the `parts` of a pass what each sequence keeps: [positions, width].
 
-        None for one of which nothing is of use. They are parts of `hidden` where its rows lie side by side.
+        None for one of which nothing is of use. They are parts of these where the rows lie side by side.
         """
         if self.feature_layers:
-            return tuple(hidden[rows] for rows in verified_rows(inputs, verified))
+            rows = verified_rows(inputs, verified)
+            return tuple(part[own] for part, own in zip(parts, rows, strict=True))
+        (hidden,) = parts
         kept: list[torch.Tensor | None] = [None] * len(inputs.query_lens)
         last = last_rows(inputs, verified)
         sequences = np.searchsorted(np.cumsum(inputs.query_lens), inputs.logits_rows[last], side="right")
@@ -103,6 +117,7 @@ class ModelRunner:
                     logits = self.forward(inputs, self.kv)
             middle = mark(device)
             verified = self.judge(logits, inputs)
+            parts = None if hidden is None else self.for_drafts.parts(hidden, inputs)
             scores = self.scorer.score(inputs.prompt_rows, seen)
         end = mark(device)
         return StepResult(
@@ -111,7 +126,7 @@ class ModelRunner:
             seconds_between(middle, end),
             seconds_between(start, begin) if num_bytes else 0.0,
             num_bytes,
-            None if hidden is None else self.for_drafts.features(hidden, inputs, verified),
+            None if parts is None else self.for_drafts.features(parts, inputs, verified),
             scores,
         )
 
@@ -180,19 +195,37 @@ def last_rows(inputs: StepInputs, verified: Verified) -> Int64:
 
 
 def verified_rows(inputs: StepInputs, verified: Verified) -> list[slice | list[int]]:
-    """The tokens of the pass that each sequence keeps, in order: the known ones and accepted drafts. [S]"""
-    stops = list(accumulate(inputs.query_lens.tolist()))
-    rows: list[slice | list[int]] = list(map(slice, [0, *stops[:-1]], stops))
+    """The tokens that each sequence keeps of its own, in order: the known ones and accepted drafts. [S]"""
+    rows: list[slice | list[int]] = [slice(None)] * len(inputs.query_lens)
     drafts, paths = inputs.drafts, verified.paths
     if drafts is not None and paths is not None:
         first = 0
         counts = zip(drafts.num_drafts.tolist(), paths.num_accepted.tolist(), strict=True)
         for sequence, (count, num_accepted) in zip(drafts.sequence.tolist(), counts, strict=True):
-            start, known = stops[sequence] - int(inputs.query_lens[sequence]), stops[sequence] - count
-            rows[sequence] = slice(start, known + num_accepted)
+            known = int(inputs.query_lens[sequence]) - count
+            rows[sequence] = slice(known + num_accepted)
             if paths.drafts is not None:
                 own = paths.drafts[first : first + num_accepted].tolist()
                 first += num_accepted
                 if own != list(range(num_accepted)):
-                    rows[sequence] = [*range(start, known), *(known + draft for draft in own)]
+                    rows[sequence] = [*range(known), *(known + draft for draft in own)]
     return rows
+
+
+def rows_apart(hidden: torch.Tensor, query_lens: Int32, window: int) -> list[torch.Tensor]:
+    """Copies of each sequence's rows of `hidden` [N, width]: of a long one the last `window` or a few more.
+
+    A long one has memory of its own. Short ones that lie side by side, decodes and their drafts, share some.
+    """
+    parts: list[torch.Tensor] = []
+    most = max(window, _SHORT)
+    lens = query_lens.tolist()
+    spans = zip(accumulate(lens), lens, strict=True)
+    for is_long, group in groupby(spans, key=lambda span: span[1] > _SHORT):
+        stops, counts = zip(*group, strict=True)
+        if is_long:
+            pairs = zip(stops, counts, strict=True)
+            parts += [hidden[stop - min(count, most) : stop].clone() for stop, count in pairs]
+        else:
+            parts += hidden[stops[0] - counts[0] : stops[-1]].clone().split_with_sizes(counts)
+    return parts

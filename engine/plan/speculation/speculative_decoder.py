@@ -364,7 +364,7 @@ class SpeculativeDecoder:
     def keep_features(self, scheduled: ScheduledRequest, rows: FeatureRows) -> None:
         """Keep what the target left of a request in a committed step, for drafters that read it."""
         sequence = self._active.get(scheduled.request_id)
-        if sequence is None:
+        if sequence is None or not any(self.links[i].drafter.reads_features for i in sequence.views):
             return
         position = scheduled.first_position + scheduled.num_tokens
         if scheduled.samples:  # drafts may have been refused

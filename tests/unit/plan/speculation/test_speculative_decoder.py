@@ -440,6 +440,14 @@ def test_features_wait_for_the_drafter_up_to_its_window() -> None:
     assert features.position == 30, "the newest run is kept whole"
 
 
+def test_no_features_are_kept_of_a_request_that_no_reader_drafts_for() -> None:
+    world = World("ngram", "heads", reader="heads")
+    for name, method, is_kept in (("a", "ngram", False), ("b", "heads", True), ("c", None, True)):
+        world.open(name, method=method)
+        world.decoder.keep_features(ScheduledRequest(name, 0, 3, samples=True), "hid")
+        assert world.decoder._sequences[name].has_features is is_kept
+
+
 def test_features_of_a_chunk_of_a_prompt_are_given_with_those_behind_it() -> None:
     world = World(reads_features=True)
     request = world.open()
