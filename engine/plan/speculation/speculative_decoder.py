@@ -348,14 +348,14 @@ class SpeculativeDecoder:
 
     def _commit_tape(self, sequence: DraftedSequence, tokens: Sequence[int]) -> None:
         tape = sequence.tape
-        num_ahead = len(tape) - sequence.num_in_flight
+        num_ahead, is_tree = len(tape) - sequence.num_in_flight, tape.is_tree
         first = len(sequence.request.token_ids) - len(tokens)
         outcome, num_right = tape.commit(tokens, first)
         sequence.num_in_flight = 0
         if outcome in (TapeOutcome.MISS, TapeOutcome.LANE):
             for view in sequence.views.values():
                 view.unsync(first + num_right)
-        if num_ahead > 0 or outcome is TapeOutcome.LANE:
+        if (num_ahead > 0 and not is_tree) or outcome is TapeOutcome.LANE:  # nothing is drafted past a tree
             is_good = outcome in (TapeOutcome.HIT, TapeOutcome.LANE)
             self.stats.run_ahead[outcome.value if is_good else "miss"] += 1
         if num_ahead > 0 and outcome is not TapeOutcome.HIT:

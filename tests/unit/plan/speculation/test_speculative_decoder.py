@@ -513,6 +513,19 @@ def test_what_found_no_room_counts_as_ahead_not_as_verified() -> None:
     assert ids(world.verify(a)) == [9]
 
 
+@pytest.mark.parametrize("num_verified", [0, 2], ids=["none", "a part"])
+def test_what_is_not_verified_of_a_tree_was_drafted_in_vain_but_not_past_a_round(num_verified: int) -> None:
+    world = World()
+    a = world.open()
+    world.answer(world.job(), 7, 8, 9, parents=(-1, -1, 0))
+    drafted = world.verify(a)
+    assert len(drafted) == 3
+    world.commit(a, 7, 5, drafted=drafted[:num_verified])
+    stats = world.decoder.stats
+    assert (stats.num_proposed, stats.dropped["stale"]) == (num_verified, 3 - num_verified)
+    assert not +stats.run_ahead, "it would say that drafters run ahead in vain, and keep them from it"
+
+
 @pytest.mark.parametrize(
     ("tokens", "bonus", "recovered", "histogram"),
     [((7, 8, 9), 1, 0, [0, 0, 1]), ((7, 5), 0, 1, [0, 1]), ((5,), 0, 1, [1]), ((7,), 0, 0, [0, 1])],
