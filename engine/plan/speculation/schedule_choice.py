@@ -162,6 +162,7 @@ class ScheduleChooser:
         self._num_elsewhere = 0
         self._running = -1
         self._num_unchanged = 0
+        self._is_measured = True  # the last step, or there was none
 
     def arm(self, num_seqs: int) -> str:
         """The arm for the step that comes next; call it once for each."""
@@ -172,7 +173,9 @@ class ScheduleChooser:
         contest = self._contests.get(self._size)
         if contest is None:
             contest = self._contests[self._size] = _Contest(len(self._arms))
-        contest.step()
+        if self._is_measured:
+            contest.step()
+        self._is_measured = False
         self._num_unchanged = self._num_unchanged + 1 if contest.running == self._running else 0
         self._running = contest.running
         return self._arms[contest.running]
@@ -184,7 +187,12 @@ class ScheduleChooser:
         return self._arms[contest.in_use] if contest is not None and contest.has_chosen else None
 
     def observe(self, num_seqs: int, num_committed: int, seconds: float) -> None:
-        """The result of the step that `arm` was last called for; do not call it for steps with prefill."""
+        """The result of the step that `arm` was last called for; do not call it for steps with prefill.
+
+        Windows, and the time between trials, are counted in steps that have a result: a window of prefill
+        alone would compare nothing.
+        """
+        self._is_measured = True
         if self._num_unchanged < _CARRY_OVER or self._num_elsewhere or num_seqs < 1 or seconds <= 0:
             return
         contest = self._contests[self._size]
