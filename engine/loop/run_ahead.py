@@ -106,8 +106,9 @@ class RunAhead:
         """Decide how the drafts of the next step are made."""
         decoder = self._decoder
         self._has_read = self._is_resting = False
-        # Where nobody is drafted for, all arms are alike: there is nothing to compare.
-        self._is_choosing = any(entry.link.has_clients for entry in self._remote)
+        # Where nobody is drafted for, or no draft has room, all arms are alike: there is nothing to compare.
+        is_any = any(entry.link.has_clients for entry in self._remote)
+        self._is_choosing = is_any and not decoder.is_crowded_out
         if self._chooser is not None and self._is_choosing:
             self._arm = self._chooser.arm(num_seqs)
         self._awaited = {"async": self._readers, "off": []}.get(self._arm, self._remote)
@@ -121,7 +122,7 @@ class RunAhead:
         began = self._clock()
         self.draft_inline()
         self._decoder.gain.note_waited(self._clock() - began)
-        if not self._awaited:
+        if not self._awaited or self._decoder.is_crowded_out:
             return False
         is_begun = self._task is not None
         task = self._task or self._start(self._awaited, ahead=False)

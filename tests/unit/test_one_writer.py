@@ -39,7 +39,7 @@ FIELDS: Mapping[str, frozenset[str]] = {
     "DraftedSequence": frozenset(field.name for field in fields(DraftedSequence)),
     "DraftView": frozenset({"limit", "max_tokens"}),
     "DrafterLink": frozenset({"is_awaited", "may_branch"}),
-    "SpeculativeDecoder": frozenset({"rules"}),
+    "SpeculativeDecoder": frozenset({"is_crowded_out", "rules"}),
     "SpecStats": frozenset(field.name for field in fields(SpecStats)),
 }
 

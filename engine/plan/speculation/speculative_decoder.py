@@ -77,6 +77,7 @@ class SpeculativeDecoder:
         self.costs = costs
         self.stats = SpecStats()
         self.gain = RecentGain()
+        self.is_crowded_out = False  # prompts left the last step no room for drafts: nor will they the next
         self._policy = PolicyChoice(config, policy, costs)
         self.links = tuple(DrafterLink(source.drafter, self._policy, self.stats) for source in sources)
         reader = next((link for link in self.links if link.drafter.reads_features), None)
@@ -259,6 +260,7 @@ class SpeculativeDecoder:
         self, decodes: Sequence[Request], load: StepLoad
     ) -> list[tuple[Request, tuple[DraftedToken, ...]]]:
         """The drafts to verify in this step, for those of `decodes` that get any."""
+        self.is_crowded_out = load.num_prefill_tokens > 0 and load.max_draft_tokens == 0
         if not self._active:
             return []
         sequences, candidates = [], []

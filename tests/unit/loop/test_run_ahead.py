@@ -142,6 +142,31 @@ async def test_sync_waits_until_all_drafts_are_there() -> None:
     assert drafter.num_calls == LONGEST, "nothing runs beside the target"
 
 
+@pytest.mark.parametrize("schedule", ["sync", "async", "auto"])
+async def test_no_step_waits_for_drafts_while_prompts_leave_them_no_room(schedule: Schedule) -> None:
+    drafter = perfect(method="heads", is_stepwise=False, reads_features=True)
+    stage = Stage(schedule, drafter)
+    a = stage.open()
+    while not await stage.step(a):
+        assert drafter.num_calls < 20, "it is waited for"
+    full = replace(LOAD, num_prefill_tokens=100, max_draft_tokens=0)
+    for _ in range(5):
+        num_calls, arm = drafter.num_calls, stage.run_ahead._arm
+        assert stage.decoder.choose([a], full) == []
+        assert await stage.prepare() == 0
+        assert (drafter.num_calls, stage.run_ahead._arm) == (num_calls, arm), "nothing is measured either"
+    stage.decoder.choose([a], replace(LOAD, num_prefill_tokens=100, max_draft_tokens=1))
+    assert not stage.decoder.is_crowded_out
+    stage.decoder.choose([a], full)
+    stage.decoder.choose([a], replace(LOAD, max_draft_tokens=0))
+    assert not stage.decoder.is_crowded_out, "that was a step ahead, without drafts and prompts"
+    for _ in range(3):
+        if await stage.step(a):
+            break
+    else:
+        pytest.fail("it is not waited for any more")
+
+
 async def test_async_drafts_beside_the_pass_and_past_it() -> None:
     drafter = perfect()
     stage = Stage("async", drafter)
