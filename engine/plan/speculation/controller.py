@@ -67,9 +67,9 @@ class GoodputPolicy(LengthPolicy):
 
     def lengths(self, candidates: Sequence[Candidate], load: StepLoad) -> list[int]:
         """See LengthPolicy. While costs are unknown a few drafts of each are verified."""
-        if not candidates:
+        if not candidates or not load.max_draft_tokens:  # where there is no room, nothing is refused
             self._follow_load(load)
-            return []
+            return [0] * len(candidates)
         caps = [self._cap(c.acceptance, min(c.num_available, self._max_length)) for c in candidates]
         num_slots = min(sum(caps), load.max_draft_tokens)
         step_s = self._costs.run(load.num_seqs, load.num_tokens, max(num_slots, _num_priced(load)))

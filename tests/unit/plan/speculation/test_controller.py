@@ -233,6 +233,22 @@ def test_a_long_draft_is_cut_where_others_wait_for_the_step() -> None:
     assert crowd.lengths([Candidate(sure, 40)], load_of(2)) == [24], "a step of 12 ms may come to 36"
 
 
+@pytest.mark.parametrize("is_told", [False, True], ids=["by places", "told"])
+def test_drafts_that_prompts_leave_no_room_are_not_found_too_dear(is_told: bool) -> None:
+    policy = make_policy("goodput", costs=make_costs(0.02, 0.0001))
+    acceptance = learnt(0.9)
+    chances: list[float] = []
+    if is_told:
+        chances = acceptance.expect(("heads", False), [0.9**place for place in range(1, 9)])
+    candidate = Candidate(acceptance, 8, chances=chances)
+    assert policy.wanted(acceptance, 8) == 8
+    before = policy.lengths([candidate], load_of(1))
+    for _ in range(30):
+        assert policy.lengths([candidate], StepLoad(1, 500, 499, max_draft_tokens=0)) == [0]
+        assert policy.wanted(acceptance, 8) == 8
+    assert policy.lengths([candidate], load_of(1)) == before
+
+
 def test_what_never_pays_is_drafted_no_more_until_the_load_falls() -> None:
     costs = make_costs(0.0005, 0.001, num_seqs=8)
     costs.seed([(1, n, 0.002 + 0.0001 * n) for n in (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)])
