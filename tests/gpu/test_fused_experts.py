@@ -46,7 +46,7 @@ FAMILIES = {
     "olmoe": (2, 0),
     "qwen2_moe": (2, 2),
     "qwen3_moe": (1, 2),
-    "gpt_oss": (2, 0),
+    "gpt_oss": (2, 2),
     "gemma4": (4, 0),
 }
 CHANGES: dict[str, dict[str, Any]] = {"gemma4": GEMMA4_EXPERTS, "nemotron_h_hybrid": NEMOTRON_EXPERTS}

@@ -210,7 +210,7 @@ def coded_model(family: str, change: Any = lambda name, coded: coded) -> Any:
     return model
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
 def test_a_model_of_fused_layers_over_codes_is_the_model(family: str) -> None:
     loaded = as_loaded(coded_model(family))
     before = packed_sample(PackedForward(loaded))

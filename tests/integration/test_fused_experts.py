@@ -50,14 +50,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # Triton 3.6, numpy 2.3
 ]
 
-# Each with the layers that have experts, and those of all that are fused: OLMoE norms all heads at once,
-# gpt-oss's attention has sinks, and Gemma 4's layers have six norms.
+# Each with the layers that have experts, and those of all that are fused: OLMoE norms all heads at once, and
+# Gemma 4's layers have six norms.
 FAMILIES = {
     "mixtral": (2, 2),
     "olmoe": (2, 0),
     "qwen2_moe": (2, 2),
     "qwen3_moe": (1, 2),
-    "gpt_oss": (2, 0),
+    "gpt_oss": (2, 2),
     "gemma4": (4, 0),
 }
 # Each with the layers that have experts, beside layers of a delta rule or Mamba, and its norms and MLPs.
@@ -234,7 +234,7 @@ def test_a_model_that_carries_state_keeps_its_layers_and_gets_fused_experts_and_
     kinds = [type(layer) for layer in loaded.model.base_model.layers]
     fused = with_fused_layers(loaded, 4, lambda: pytest.fail("the kernels do not run"))
     assert fused.kernels_used == (
-        f"for CUDA, states advanced, {num_parts} norms and MLPs fused, experts of {num_experts} fused"
+        f"for CUDA, states advanced, experts of {num_experts} fused, norms and MLPs fused: {num_parts}"
     )
     assert type(fused.state_kernel) is TritonScans
     assert sum(isinstance(module, FusedExperts) for module in fused.model.modules()) == num_experts

@@ -46,8 +46,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # Triton 3.6, numpy 2.3
 ]
 
-# How many launches a layer takes for two decodes, and how many transformers' own takes at least. Where it has a
-# window nothing is merged.
+# How many launches a layer takes for two decodes, and how many transformers' own takes at least. Where it has
+# a window nothing is merged.
 FAMILIES = {
     "llama": (10, 30),
     "qwen3": (10, 40),
@@ -242,6 +242,19 @@ def test_a_layer_whose_one_row_answers_otherwise_stays(name: str, monkeypatch: p
     wrong = OF_ONE_ROW._replace(**{name: lambda *call: 1.1 * right(*call)})
     monkeypatch.setattr(fused_model, "OF_ONE_ROW", wrong)
     assert fuse_layers(loaded, backend(), BLOCK_SIZE) == 0
+
+
+@pytest.mark.parametrize(("family", "num_parts"), [("olmo2", 11), ("glm4", 11), ("llama", 1)])
+def test_norms_and_mlps_that_no_layer_has_taken_in_are_fused_by_themselves(
+    family: str, num_parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_forward, "choose_backend", lambda *_, **__: backend())
+    loaded = as_loaded(tiny_model(family))
+    before = packed_sample(PackedForward(loaded))
+    found = with_fused_layers(loaded, BLOCK_SIZE, lambda: pytest.fail("the kernels do not run"))
+    assert found.kernels_used.endswith(f"norms and MLPs fused: {num_parts}")
+    after = packed_sample(PackedForward(found))
+    assert packed_difference(after, before, loaded.dtype, has_blocks=False) is None
 
 
 def test_kernels_that_do_not_run_leave_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

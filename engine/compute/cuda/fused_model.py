@@ -29,20 +29,19 @@ def with_fused_layers(loaded: LoadedModel, block_size: int, reload: Callable[[],
     """The model with all experts and each layer fused that answer alike; the log says how many.
 
     `loaded` itself is changed: use what is returned. `reload` gives it anew, for when a kernel cannot be
-    compiled or run. Attention that is not Triton's leaves the model as it is. Of a model that carries state
-    experts, norms and MLPs are fused by themselves, and kernels advance the states: its layers are of many
-    kinds.
+    compiled or run. Attention that is not Triton's leaves the model as it is. Norms and MLPs of layers that
+    stay are fused by themselves: so are all of a model that carries state, whose layers are of many kinds,
+    and whose states kernels advance.
     """
     backend = forward_of(loaded).backend
     if not isinstance(backend, TritonAttention):
         return loaded
     try:
-        num_parts = 0
         if loaded.keeps_state:
             loaded = with_scans(loaded, block_size)
-            num_parts = fuse_parts(loaded, block_size)
         num_experts = fuse_experts(loaded, block_size)  # first, so that layers are fused around them
         count = 0 if loaded.keeps_state else fuse_layers(loaded, backend, block_size)
+        num_parts = fuse_parts(loaded, block_size)
     except Exception as error:  # whatever a compiler or a driver may raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         log.warning("layers are not fused: %s", reason)
@@ -52,15 +51,15 @@ def with_fused_layers(loaded: LoadedModel, block_size: int, reload: Callable[[],
     used = [loaded.kernels_used or "for CUDA"]
     if loaded.state_kernel is not None:
         used.append("states advanced")
-    if num_parts:
-        log.info("%d norms and MLPs are fused", num_parts)
-        used.append(f"{num_parts} norms and MLPs fused")
     if count:
         log.info("%d of %d layers are fused", count, len(loaded.layers))
         used.append(f"{count} of {len(loaded.layers)} layers fused")
     if num_experts:
         log.info("the experts of %d layers are fused", num_experts)
         used.append(f"experts of {num_experts} fused")
+    if num_parts:
+        log.info("norms and MLPs fused by themselves: %d", num_parts)
+        used.append(f"norms and MLPs fused: {num_parts}")
     return replace(loaded, kernels_used=", ".join(used))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from engine.compute.attention import (
     RowAttention,
     StepAttention,
 )
+from engine.compute.attention.context import HeadNorms, RotatingStep
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.recurrent.state_memory import MemorySizes
@@ -128,6 +129,16 @@ class _RecordingStep:
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """See StepAttention."""
         self._step.write(layer, key, value)
+
+    def rotate_and_write(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+        norms: HeadNorms | None,
+    ) -> torch.Tensor:
+        """See RotatingStep: what fused layers ask of it."""
+        return cast(RotatingStep, self._step).rotate_and_write(layer, qkv, rotation, norms)
 
     def attend(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """See StepAttention."""
