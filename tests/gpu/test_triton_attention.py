@@ -10,7 +10,15 @@ from engine.compute.attention import AttentionContext, LayerCall, ReferenceAtten
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
 from tests.support.attention_cases import OVER_BYTES, assert_close, matrix, mixed
-from tests.support.attention_noise import Chunk, Noise, attend, random_tree, scattered_step
+from tests.support.attention_noise import (
+    DRAFTS,
+    Chunk,
+    Noise,
+    attend,
+    check_what_shows,
+    random_tree,
+    scattered_step,
+)
 from tests.support.device_waits import waiting_refused
 
 pytestmark = pytest.mark.gpu
@@ -51,6 +59,12 @@ def check(noise: Noise, kept: torch.dtype | None = None) -> None:
 @pytest.mark.parametrize("kept", [None, *BYTES.values()])
 def test_it_is_chosen(kept: torch.dtype | None) -> None:
     assert isinstance(choose_backend(CUDA, kept=kept), TritonAttention)
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_what_is_not_finite_shows_in_no_token_that_does_not_see_it(number: float) -> None:
+    noise = Noise(DRAFTS, LayerKv(2, 64, 64), dtype=torch.bfloat16)
+    check_what_shows(noise, backend(), CUDA, number, every=4)
 
 
 @pytest.mark.parametrize("name", matrix(20))

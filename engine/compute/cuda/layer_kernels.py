@@ -83,6 +83,16 @@ def gate_kernel(
 
 
 @triton.jit
+def _is_sick(largest):
+    """Whether one of the numbers whose `largest_of` it is is not finite.
+
+    A value that has one is kept as zeros, and its key as NaN: so it shows in the tokens that see it, and in
+    no other, where a weight of nothing times NaN would be NaN. A refused draft must change nothing.
+    """
+    return largest != largest
+
+
+@triton.jit
 def _store_halves(pages, place, halves, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGES: tl.constexpr):
     """A row's halves to its `place`, (head counted through all blocks, offset)."""
     HALF: tl.constexpr = DIM // 2
@@ -165,9 +175,16 @@ def rotate_kernel(
         tl.store(target, low.to(query.dtype.element_ty), mask=mask)
         tl.store(target + HALF, high.to(query.dtype.element_ty), mask=mask)
     else:
+        is_key = head < NUM_HEADS + NUM_KV_HEADS
         pages = keys
         if head >= NUM_HEADS + NUM_KV_HEADS:
             pages = values
+        value = source + tl.where(is_key, NUM_KV_HEADS * DIM, 0)
+        value_low = tl.load(value, mask=mask, other=0.0).to(tl.float32)
+        value_high = tl.load(value + HALF, mask=mask, other=0.0).to(tl.float32)
+        is_sick = _is_sick(largest_of(value_low, 0) + largest_of(value_high, 0))
+        instead = tl.where(is_key, float("nan"), 0.0)
+        low, high = tl.where(is_sick, instead, low), tl.where(is_sick, instead, high)
         kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
         place = (slot // BLOCK_SIZE) * NUM_KV_HEADS + kv_head, slot % BLOCK_SIZE
         # Rounded first: a layer that is not fused stores the same bytes.
@@ -183,6 +200,8 @@ def _store_token(
     tensor,
     token,
     slot,
+    is_sick,
+    instead,
     NUM_KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
@@ -190,17 +209,22 @@ def _store_token(
     HEADS: tl.constexpr,
     PAGES: tl.constexpr,
 ):
-    """One token's rows [heads, DIM] to where `slot` is in [blocks, heads, BLOCK_SIZE, DIM]."""
+    """One token's rows [heads, DIM] to where `slot` is in [blocks, heads, BLOCK_SIZE, DIM].
+
+    Those of heads that `is_sick` [HEADS] have the number `instead`.
+    """
     heads, dims = tl.arange(0, HEADS), tl.arange(0, PADDED)[None, :]
     is_head = heads < NUM_KV_HEADS
     mask = is_head[:, None] & (dims < DIM)
     sources = new + token * token_stride + heads.to(tl.int64)[:, None] * head_stride + dims
     head, offset = (slot // BLOCK_SIZE) * NUM_KV_HEADS + heads, slot % BLOCK_SIZE
     targets = tensor + row_start(head, offset, DIM, BLOCK_SIZE, PAGES)[:, None] + dims
+    rows = tl.load(sources, mask=mask, other=0.0)
+    rows = tl.where(is_sick[:, None], instead, rows).to(rows.dtype)
     if PAGES == "plain":
-        tl.store(targets, tl.load(sources, mask=mask), mask=mask)
+        tl.store(targets, rows, mask=mask)
     else:
-        rows = tl.load(sources, mask=mask, other=0.0).to(tl.float32)
+        rows = rows.to(tl.float32)
         largest = largest_of(rows, 1)
         tl.store(targets, as_bytes(rows, inverse_of(largest, PAGES)[:, None], PAGES), mask=mask)
         scales = scale_pointers(tensor, head, offset, DIM, BLOCK_SIZE)
@@ -232,6 +256,10 @@ def store_kernel(
     slot = tl.load(slots + token).to(tl.int64)
     if slot < 0:
         return
+    heads, dims = tl.arange(0, HEADS)[:, None], tl.arange(0, PADDED_VALUE_DIM)[None, :]
+    sources = value + token * value_token_stride + heads.to(tl.int64) * value_head_stride + dims
+    mask = (heads < NUM_KV_HEADS) & (dims < VALUE_DIM)
+    is_sick = _is_sick(largest_of(tl.load(sources, mask=mask, other=0.0).to(tl.float32), 1))
     _store_token(
         key,
         key_token_stride,
@@ -239,6 +267,8 @@ def store_kernel(
         keys,
         token,
         slot,
+        is_sick,
+        float("nan"),
         NUM_KV_HEADS,
         KEY_DIM,
         PADDED_KEY_DIM,
@@ -253,6 +283,8 @@ def store_kernel(
         values,
         token,
         slot,
+        is_sick,
+        0.0,
         NUM_KV_HEADS,
         VALUE_DIM,
         PADDED_VALUE_DIM,

@@ -103,22 +103,6 @@ def _load_scales(pages, head, offset, wanted, DIM: tl.constexpr, TILE: tl.conste
 
 
 @triton.jit
-def _add_values(total, weights, value_tile, seen, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """`total` and the values by their weights. One that is not finite shows in the rows that see it alone.
-
-    Times a weight of nothing it would be NaN.
-    """
-    if MASKED and TILE.hides_keys:
-        is_finite = tl.abs(value_tile.to(tl.float32)) < float("inf")
-        broken = tl.max(tl.where(is_finite, 0, 1), 1)[None, :] != 0
-        value_tile = tl.where(is_finite, value_tile, 0.0).to(value_tile.dtype)
-        weights = tl.where(seen, weights, 0.0)  # whatever its scale is
-        sick = tl.max(tl.where(seen & broken, 1, 0), 1)[:, None] != 0
-        total = tl.where(sick, float("nan"), total)
-    return tl.dot(weights.to(value_tile.dtype), value_tile, total, input_precision="tf32x3")
-
-
-@triton.jit
 def _sweep(
     state,
     first,
@@ -163,10 +147,8 @@ def _sweep(
             scores *= _load_scales(keys, head, offset, wanted, TILE.key_dim, TILE, MASKED)
         if TILE.has_cap:
             scores = cap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)  # the hyperbolic tangent
-        seen = wanted[None, :]
         if MASKED:
-            seen = _visible(start, wanted, rows, sequence, window, TILE)
-            scores = tl.where(seen, scores, float("-inf"))
+            scores = tl.where(_visible(start, wanted, rows, sequence, window, TILE), scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # nothing seen yet: no inf - inf
         shrink = tl.exp2(highest - base)
@@ -178,7 +160,8 @@ def _sweep(
         value_tile = as_numbers(value_rows, VALUE_TYPE, PAGES)
         if IN_BYTES:
             weights *= _load_scales(values, head, offset, wanted, TILE.value_dim, TILE, MASKED)
-        total = _add_values(total * shrink[:, None], weights, value_tile, seen, TILE, MASKED)
+        total = total * shrink[:, None]
+        total = tl.dot(weights.to(value_tile.dtype), value_tile, total, input_precision="tf32x3")
         highest = new_highest
     return total, highest, weight
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-_DERIVED = ("rows", "padded_key_dim", "padded_value_dim", "head_tiles", "hides_keys")
+_DERIVED = ("rows", "padded_key_dim", "padded_value_dim", "head_tiles")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -57,11 +57,6 @@ class TritonTile:
     def head_tiles(self) -> int:
         """How many tiles the heads of one K/V head take."""
         return -(-self.group // self.heads)
-
-    @property
-    def hides_keys(self) -> bool:
-        """True where one of its tokens may see a key that another does not."""
-        return self.queries > 1 or self.has_trees
 
     @property
     def num_warps(self) -> int:
