@@ -18,6 +18,7 @@ from engine.compute.cuda.cuda_runner import CudaRunner
 from engine.compute.cuda.draw_choice import choose_draws
 from engine.compute.cuda.graphs.recorder import CudaRecorder
 from engine.compute.cuda.graphs.step_graphs import GraphLimits
+from engine.compute.cuda.layer_choice import with_fast_layers
 from engine.compute.drafters.draft_model import DraftModelDrafter, DraftSizes, OnDevice
 from engine.compute.loading.loader import LoadedModel, load_model, own_context_length
 from engine.compute.loading.model_files import first_line
@@ -84,13 +85,12 @@ def _load_drafter(
         loaded.model.num_parameters() / 1e6,
         sizes.num_blocks,
     )
-    loaded = with_checked_kernels(
-        loaded,
-        settings.model,
-        settings.home,
-        lambda: _load(directory, source, target.max_model_len),
-        room.block_size,
-    )
+
+    def reload() -> LoadedModel:
+        return _load(directory, source, target.max_model_len)
+
+    loaded = with_checked_kernels(loaded, settings.model, settings.home, reload, room.block_size)
+    loaded = with_fast_layers(loaded, settings.model, room.block_size, reload)
     verification = settings.speculation.draft_verification
     return DraftModelDrafter(loaded, sizes, verification, on_device(loaded, sizes))
 

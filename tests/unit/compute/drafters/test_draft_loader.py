@@ -56,6 +56,20 @@ def test_a_directory_becomes_a_drafter(target: Path) -> None:
     assert drafter.num_used_blocks == 0
 
 
+def test_its_layers_are_fused_as_the_targets_are(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, where that is; what is drafted with is what was made of the model then."""
+    fused, asked = load_tiny("llama"), list[Any]()
+
+    def fuse(loaded: Any, settings: Any, block_size: int, reload: Any) -> Any:
+        asked.append((settings.compile, block_size, reload().model.num_parameters()))
+        return fused
+
+    monkeypatch.setattr(draft_loader, "with_fast_layers", fuse)
+    drafter = load_draft_model(settings_for(target, compile="off"), load_tiny("llama"), target, ROOM)
+    assert asked == [("off", ROOM.block_size, fused.model.num_parameters())]
+    assert drafter._forward.loaded is fused
+
+
 def test_the_targets_longer_or_shorter_context_is_no_obstacle(target: Path) -> None:
     for max_model_len in (64, 4 * MAX_POSITIONS):
         loaded = replace(load_tiny("llama"), max_model_len=max_model_len)
