@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext, LayerCall
-from engine.compute.attention.context import HeadNorms
+from engine.compute.attention.context import HeadNorms, HeadTurns
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.loading.loader import LoadedModel
@@ -135,7 +135,7 @@ def test_heads_are_rotated_and_written(
     angles = torch.rand(count, dim // 2, device=CUDA).repeat(1, 2) * 6
     cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
     norms = HeadNorms(noise(dim, dtype=dtype), noise(dim, dtype=dtype), EPS) if has_norms else None
-    found = step.rotate_and_write(0, qkv, (cosines, sines), norms)
+    found = step.rotate_and_write(0, qkv, HeadTurns(cosines, sines, dim), norms)
 
     query, key, value = torch.tensor_split(qkv.float().view(count, -1, dim), (heads, heads + kv_heads), dim=1)
     if norms is not None:
@@ -146,6 +146,26 @@ def test_heads_are_rotated_and_written(
     written = kv.keys[0].view(-1, dim)[rows].view_as(key)
     assert_rounded(written, rotated(key, *turn))
     assert torch.equal(kv.values[0].view(-1, dim)[rows].view_as(value).float(), value)
+
+
+@pytest.mark.parametrize("of_neighbours", [False, True])
+def test_half_of_each_head_is_turned(of_neighbours: bool) -> None:
+    inputs, num_blocks = scattered_step([Chunk(40, 7), Chunk(0)], BLOCK_SIZE)
+    count, dim, turned = len(inputs.token_ids), 128, 64
+    kv = KvTensors((LayerKv(8, dim, dim),), num_blocks, BLOCK_SIZE, torch.bfloat16, CUDA)
+    qkv = noise(count, 48 * dim, dtype=torch.bfloat16)
+    angles = torch.rand(count, turned // 2, device=CUDA).repeat(1, 2) * 6
+    cosines, sines = angles.cos().bfloat16(), angles.sin().bfloat16()
+    turns = HeadTurns(cosines, sines, turned, of_neighbours)
+    found = TritonAttention(Gpu.of(CUDA)).plan(inputs, kv).rotate_and_write(0, qkv, turns, None)
+    query = qkv.float().view(count, -1, dim)[:, :32]
+    part = query[..., :turned]
+    if of_neighbours:  # as halves, and back
+        part = torch.unflatten(part, -1, (-1, 2)).mT.flatten(-2)
+    part = rotated(part, cosines.float()[:, None], sines.float()[:, None])
+    if of_neighbours:
+        part = torch.unflatten(part, -1, (2, -1)).mT.flatten(-2)
+    assert_rounded(found, torch.cat((part, query[..., turned:]), dim=-1))
 
 
 def rotated(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext
+from engine.compute.attention.context import HeadNorms, HeadTurns
 from engine.compute.attention.kv_rows import to_bytes
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
@@ -56,8 +57,9 @@ FAMILIES = {
     "gemma2": (10, 50),
     "gemma3": (10, 60),
     "exaone4": (9, 40),
+    "phi3": (9, 30),
+    "glm4": (11, 50),
 }
-WHOLE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
 BLOCK_SIZE = 4
 BYTES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -116,12 +118,9 @@ def test_an_mlp_wider_than_a_program_is_gated() -> None:
     torch.testing.assert_close(gate(both), torch.nn.functional.silu(both[:, :1500]) * both[:, 1500:])
 
 
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [*((family, {}) for family in (*FAMILIES, "qwen2", "mistral", "smollm3", "gpt_oss")), ("phi3", WHOLE)],
-)
-def test_a_model_of_fused_layers_is_the_model(family: str, changes: dict[str, Any]) -> None:
-    loaded = as_loaded(tiny_model(family, **changes))
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen2", "mistral", "smollm3", "gpt_oss", "phi3", "glm"])
+def test_a_model_of_fused_layers_is_the_model(family: str) -> None:
+    loaded = as_loaded(tiny_model(family))
     before = packed_sample(PackedForward(loaded))
     assert fuse_layers(loaded, backend(), BLOCK_SIZE) == len(loaded.layers)
     forward = PackedForward(loaded)
@@ -130,26 +129,39 @@ def test_a_model_of_fused_layers_is_the_model(family: str, changes: dict[str, An
     assert packed_difference(packed_sample(forward), before, loaded.dtype, has_blocks=False) is None
 
 
-@pytest.mark.parametrize("family", ["phi3", "glm4", "olmo2", "gemma4", "cohere2"])
-def test_layers_that_turn_or_norm_otherwise_stay(family: str) -> None:
-    """Parts of a head, or pairs; all heads together, or values, too; by their mean."""
+@pytest.mark.parametrize("family", ["olmo2", "gemma4", "cohere2"])
+def test_layers_that_norm_otherwise_stay(family: str) -> None:
+    """All heads together, values too, and by their mean."""
     loaded = as_loaded(tiny_model(family))
     assert fuse_layers(loaded, backend(), BLOCK_SIZE) == 0
 
 
-@pytest.mark.parametrize("angles", ["halves", "half", "none"])
-def test_heads_are_turned_by_the_angles_there_are(angles: str) -> None:
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("of_neighbours", [False, True])
+@pytest.mark.parametrize(("turned", "num_angles"), [(12, 12), (12, 6), (8, 8), (8, 4), (0, 0)])
+def test_heads_are_turned_by_the_angles_there_are(
+    turned: int, num_angles: int, of_neighbours: bool, has_norms: bool
+) -> None:
     inputs, num_blocks = scattered_step([Chunk(3, 5), Chunk(9)], BLOCK_SIZE)
     count, device = len(inputs.token_ids), torch.device("cpu")
     kv = KvTensors((LayerKv(1, 12, 12),), num_blocks, BLOCK_SIZE, torch.float32, device)
-    qkv, turn = torch.randn(count, 4 * 12), torch.rand(count, 6)
-    given = turn if angles == "half" else turn.repeat(1, 2)
-    rotation = None if angles == "none" else (given.cos(), given.sin())
-    found = backend().plan(inputs, kv).rotate_and_write(0, qkv, rotation, None)
-    low, high = qkv[:, :24].view(count, 2, 12).chunk(2, dim=-1)
-    cosine, sine = turn.cos()[:, None], turn.sin()[:, None]
-    turned = torch.cat((low * cosine - high * sine, high * cosine + low * sine), -1)
-    torch.testing.assert_close(found, torch.cat((low, high), -1) if angles == "none" else turned)
+    qkv, angles = torch.randn(count, 4 * 12), torch.rand(count, turned // 2)
+    given = angles if num_angles < turned else angles.repeat(1, 2)
+    turns = HeadTurns(given.cos(), given.sin(), turned, of_neighbours) if turned else None
+    norms = HeadNorms(torch.rand(12), torch.rand(12), 1e-5) if has_norms else None
+    found = backend().plan(inputs, kv).rotate_and_write(0, qkv, turns, norms)
+    heads = qkv[:, :36].view(count, 3, 12)
+    if norms is not None:
+        weights = torch.stack((norms.query, norms.query, norms.key))
+        heads = torch.nn.functional.rms_norm(heads, (12,), None, 1e-5) * weights
+    pairs = torch.unflatten(heads[..., :turned], -1, (-1, 2) if of_neighbours else (2, turned // 2))
+    low, high = pairs.unbind(-1 if of_neighbours else -2)
+    cosine, sine = angles.cos()[:, None], angles.sin()[:, None]
+    both = torch.stack((low * cosine - high * sine, high * cosine + low * sine), -1 if of_neighbours else -2)
+    expected = torch.cat((both.flatten(-2), heads[..., turned:]), -1)
+    torch.testing.assert_close(found, expected[:, :2])
+    rows = kv.rows_of(torch.from_numpy(inputs.slot_mapping), 1)
+    torch.testing.assert_close(kv.keys[0].view(-1, 12)[rows], expected[:, 2])
 
 
 def test_places_that_no_token_fills_write_nothing() -> None:
@@ -159,12 +171,12 @@ def test_places_that_no_token_fills_write_nothing() -> None:
     step = backend().step(tables, kv)
     tables.clear()
     qkv, turn = torch.randn(4, 4 * 8), torch.rand(4, 4)
-    rotation = turn.cos().repeat(1, 2), turn.sin().repeat(1, 2)
-    step.rotate_and_write(0, qkv, rotation, None)
+    turns = HeadTurns(turn.cos(), turn.sin(), 8)
+    step.rotate_and_write(0, qkv, turns, None)
     assert not any(tensor.any() for tensor in kv.tensors)
     inputs, _ = scattered_step([Chunk(3), Chunk(9)], BLOCK_SIZE)
     tables.fill(inputs)
-    query = step.rotate_and_write(0, qkv, rotation, None)
+    query = step.rotate_and_write(0, qkv, turns, None)
     rows = kv.rows_of(torch.from_numpy(inputs.slot_mapping), 1)
     assert torch.equal(kv.values[0].view(-1, 8)[rows], qkv[:2, 24:])
     assert int(kv.values[0].view(-1, 8).any(1).sum()) == 2
@@ -189,9 +201,9 @@ def test_heads_are_rounded_to_the_bytes_that_a_plain_layer_stores(
     qkv = torch.randn(count, 8 * 12).to(dtype)
     qkv[2, 6 * 12] = torch.inf  # of a value
     turn = torch.rand(count, 6).repeat(1, 2)
-    rotation = turn.cos().to(dtype), turn.sin().to(dtype)
+    turns = HeadTurns(turn.cos().to(dtype), turn.sin().to(dtype), 12)
     for each in (kv, plain):
-        backend().plan(inputs, each).rotate_and_write(0, qkv, rotation, None)
+        backend().plan(inputs, each).rotate_and_write(0, qkv, turns, None)
     rows = kv.rows_of(torch.from_numpy(inputs.slot_mapping), 2)
     stored = [pages.view(-1, 12)[rows].view(count, 2, 12) for pages in plain.tensors]
     expected.write(0, rows, *stored)
@@ -246,7 +258,7 @@ def test_a_layer_whose_one_row_answers_otherwise_stays(name: str, monkeypatch: p
     assert fuse_layers(loaded, backend(), BLOCK_SIZE) == 0
 
 
-@pytest.mark.parametrize(("family", "num_parts"), [("olmo2", 11), ("glm4", 11), ("llama", 1)])
+@pytest.mark.parametrize(("family", "num_parts"), [("olmo2", 11), ("llama", 1)])
 def test_norms_and_mlps_that_no_layer_has_taken_in_are_fused_by_themselves(
     family: str, num_parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

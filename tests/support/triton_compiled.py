@@ -185,11 +185,14 @@ LAYERS: list[tuple[Any, dict[str, Any]]] = [
         (
             rotate_kernel,
             {"HAS_NORMS": norms, "NUM_HEADS": 32, "NUM_KV_HEADS": 8}
-            | {"DIM": 128, "ANGLES": angles, "PADDED_HALF": 64, "BLOCK_SIZE": 16, "PAGES": pages},
+            | {"DIM": 128, "TURNED": turned, "ANGLES": angles, "OF_NEIGHBOURS": turned == 64}
+            | {"PADDED_HALF": 64, "BLOCK_SIZE": 16, "PAGES": pages},
         )
-        for norms, pages, angles in (
-            *((False, "plain", 128), (True, "plain", 128), (True, "int8", 128), (True, "fp8", 128)),
-            *((False, "plain", 64), (True, "plain", 0)),
+        for norms, pages, turned, angles in (
+            *((False, "plain", 128, 128), (True, "plain", 128, 128)),
+            *((True, "int8", 128, 128), (True, "fp8", 128, 128)),
+            *((False, "plain", 128, 64), (True, "plain", 0, 0)),
+            *((False, "plain", 96, 96), (True, "plain", 64, 64)),
         )
     ),
     (

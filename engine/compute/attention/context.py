@@ -22,6 +22,20 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
+class HeadTurns(NamedTuple):
+    """By which angles the first `num_turned` numbers of each head are rotated (Su et al. 2021).
+
+    `cosines` and `sines` are [num_tokens, num_turned], or half as many where both numbers of a pair
+    have the same. A pair is a number of each half, or with `of_neighbours` two that lie side by side, for
+    which the first half of the columns counts.
+    """
+
+    cosines: torch.Tensor
+    sines: torch.Tensor
+    num_turned: int
+    of_neighbours: bool = False
+
+
 class RotatingStep(Protocol):
     """A StepAttention that also does what comes before attention, in one launch."""
 
@@ -29,7 +43,7 @@ class RotatingStep(Protocol):
         self,
         layer: int,
         qkv: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+        turns: HeadTurns | None,
         norms: HeadNorms | None,
     ) -> torch.Tensor:
         """The queries of `qkv`; its keys and values are stored. See AttentionContext.rotate_and_attend."""
@@ -78,15 +92,14 @@ class AttentionContext:
     def rotate_and_attend(
         self,
         qkv: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+        turns: HeadTurns | None,
         norms: HeadNorms | None,
         call: LayerCall,
     ) -> torch.Tensor:
         """As `attend`, from each token's queries, keys and values side by side, not normed and not rotated.
 
-        `qkv` is [num_tokens, (num_heads + 2 * num_kv_heads) * dim], `rotation` its cosines and sines, each
-        [num_tokens, dim], or the half of dim that both halves of a head share; None rotates nothing. For a
+        `qkv` is [num_tokens, (num_heads + 2 * num_kv_heads) * dim]; without `turns` nothing is rotated. For a
         backend whose steps are RotatingSteps.
         """
-        query = cast(RotatingStep, self._step).rotate_and_write(call.layer, qkv, rotation, norms)
+        query = cast(RotatingStep, self._step).rotate_and_write(call.layer, qkv, turns, norms)
         return self._step.attend(query, call)

@@ -15,7 +15,7 @@ import triton
 from torch import nn
 
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext, LayerCall
-from engine.compute.attention.context import HeadNorms
+from engine.compute.attention.context import HeadNorms, HeadTurns
 from engine.compute.cuda.coded_linear import TritonLinear, joined_bias, joined_linear
 from engine.compute.cuda.fused_norms import FusedNorm, add, add_and_norm, eps_of, norm
 from engine.compute.cuda.layer_kernels import gate_kernel
@@ -27,7 +27,7 @@ from engine.compute.native.places import is_unhooked
 from engine.compute.native.records import Activation, NormKind
 from engine.errors import UnsupportedModel
 
-Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, as transformers gives them
 Projection: TypeAlias = nn.Linear | TritonLinear
 
 _JOINED = "qkv_proj"  # where a model has joined them itself
@@ -62,7 +62,10 @@ class FusedLayer(nn.Module):
         self.mlp_norm = _norm_of(original, names.after_mlp)
         self.multiplier = float(getattr(original, "residual_multiplier", 1.0))
         self.head_norms = _head_norms(attention)
+        family = family_of(attention)
         self.is_rotated = _is_rotated(attention)
+        self.turned_an_angle = _turned_an_angle(attention)
+        self.turns_neighbours = family is not None and family.rotates_pairs
         self.call = call
 
     @staticmethod
@@ -83,15 +86,15 @@ class FusedLayer(nn.Module):
 
     @staticmethod
     def rotates(layer: Any, rotation: Any, dtype: torch.dtype) -> bool:
-        """True for angles that the kernel takes: of whole heads, in the model's own number format."""
+        """True for angles that the kernel takes: in the model's own number format."""
         attention = layer.self_attn
         if not _is_rotated(attention):
             return True
-        family = family_of(attention)
-        width = attention.head_dim // (2 if family is not None and family.has_half_angles else 1)
-        return isinstance(rotation, tuple) and all(
-            part.dtype is dtype and part.shape[-1] == width for part in rotation
-        )
+        if not isinstance(rotation, tuple) or not all(part.dtype is dtype for part in rotation):
+            return False
+        count: int = rotation[0].shape[-1] * _turned_an_angle(attention)
+        head_dim: int = attention.head_dim
+        return count % 2 == 0 and count <= head_dim
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: Rotation | None = None, **options: Any
@@ -108,14 +111,10 @@ class FusedLayer(nn.Module):
             raise UnsupportedModel("The model cannot be served exactly: it builds its own attention mask.")
         context: AttentionContext = options[CONTEXT_KEYWORD]
         rows = hidden_states[0].contiguous()
-        rotation = None
-        if self.is_rotated:
-            assert position_embeddings is not None, "it was given some when its answer was compared"
-            cosines, sines = (part.flatten(0, -2).contiguous() for part in position_embeddings)
-            rotation = cosines, sines
+        turns = self._turns(position_embeddings)
         products = self._products(len(rows))
         qkv = products.project(self.given_to_attention(rows), self.qkv)
-        attended = context.rotate_and_attend(qkv, rotation, self.head_norms, self.call)
+        attended = context.rotate_and_attend(qkv, turns, self.head_norms, self.call)
         projected = products.project(attended.flatten(1), self.output)
         if self.middle_norm is None:
             total = add(rows, projected, self.attention_norm, self.multiplier)
@@ -132,6 +131,14 @@ class FusedLayer(nn.Module):
         if self.mlp_norm is None and self.multiplier == 1.0:
             return self.mlp.added(normed, total, products)
         return add(total, self.mlp.computed(normed, products), self.mlp_norm, self.multiplier)
+
+    def _turns(self, rotation: Rotation | None) -> HeadTurns | None:
+        if not self.is_rotated:
+            return None
+        assert rotation is not None, "there was one when the layer's answer was compared"
+        cosines, sines = (part.flatten(0, -2).contiguous() for part in rotation)
+        count = cosines.shape[-1] * self.turned_an_angle
+        return HeadTurns(cosines, sines, count, self.turns_neighbours)
 
     def _products(self, num_rows: int) -> Products:
         return OF_ONE_ROW if num_rows == 1 and self.is_plain else OF_ROWS
@@ -312,7 +319,7 @@ def _fits_heads(attention: Any, dtype: torch.dtype) -> bool:
     inputs, norms = _inputs_of(attention), _norms_of(attention)
     parts = {part for part in attention.children() if type(part) is not nn.Dropout}
     family = family_of(attention)
-    if family is None or family.rotates_pairs or parts != {*inputs, attention.o_proj, *norms}:
+    if family is None or family.has_paired_angles or parts != {*inputs, attention.o_proj, *norms}:
         return False
     dim = attention.head_dim
     heads, rest = divmod(sum(linear.out_features for linear in inputs), dim)
@@ -331,6 +338,12 @@ def _fits_heads(attention: Any, dtype: torch.dtype) -> bool:
 def _is_rotated(attention: Any) -> bool:
     family = family_of(attention)
     return family is None or family.rotates(attention)
+
+
+def _turned_an_angle(attention: Any) -> int:
+    """Numbers of a head for each angle that is given."""
+    family = family_of(attention)
+    return 2 if family is not None and family.has_half_angles else 1
 
 
 def _inputs_of(attention: Any) -> list[Any]:

@@ -115,6 +115,40 @@ def _store_halves(pages, place, halves, DIM: tl.constexpr, BLOCK_SIZE: tl.conste
 
 
 @triton.jit
+def _turned(
+    numbers,
+    columns,
+    mask,
+    first,
+    angles,
+    norm,
+    HAS_NORMS: tl.constexpr,
+    TURNED: tl.constexpr,
+    ANGLES: tl.constexpr,
+    OF_NEIGHBOURS: tl.constexpr,
+):
+    """Some `numbers` of a head, normed, rotated with those they are paired with, read from `first` on."""
+    cosines, sines = angles
+    weight, shrink = norm
+    HALF: tl.constexpr = TURNED // 2
+    if OF_NEIGHBOURS:
+        other = columns ^ 1
+        is_lower = columns % 2 == 0
+        angle = columns // 2
+    else:
+        is_lower = columns < HALF
+        other = tl.where(is_lower, columns + HALF, columns - HALF)
+        angle = columns if ANGLES == TURNED else columns % HALF
+    is_turned = mask & (columns < TURNED)
+    partners = tl.load(first + other, mask=is_turned, other=0.0).to(tl.float32)
+    if HAS_NORMS:
+        partners = partners * shrink * tl.load(weight + other, mask=is_turned, other=0.0).to(tl.float32)
+    cosine = tl.load(cosines + angle, mask=is_turned, other=1.0).to(tl.float32)
+    sine = tl.load(sines + angle, mask=is_turned, other=0.0).to(tl.float32)
+    return numbers * cosine + tl.where(is_lower, -partners, partners) * sine
+
+
+@triton.jit
 def rotate_kernel(
     qkv,
     cosines,
@@ -130,16 +164,18 @@ def rotate_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    TURNED: tl.constexpr,
     ANGLES: tl.constexpr,
+    OF_NEIGHBOURS: tl.constexpr,
     PADDED_HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PAGES: tl.constexpr,
 ):
     """One head of one token, of rows [queries, keys, values]; grid (tokens * (heads + 2 * K/V heads)).
 
-    Queries and keys are normed, where HAS_NORMS, and rotated by `cosines` and `sines` [tokens, ANGLES], of
-    the first half where ANGLES is half of DIM and not at all where it is 0. Queries go to `query` [tokens,
-    heads, DIM], keys and values to where `slots` says; slot -1 is no token's.
+    Queries and keys are normed, where HAS_NORMS, and the first TURNED of their numbers rotated by `cosines`
+    and `sines` [tokens, ANGLES] (see HeadTurns). Queries go to `query` [tokens, heads, DIM], keys and values
+    to where `slots` says; slot -1 is no token's.
     """
     ALL_HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
     HALF: tl.constexpr = DIM // 2
@@ -154,14 +190,15 @@ def rotate_kernel(
     low = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
     if head < NUM_HEADS + NUM_KV_HEADS:
+        weight = query_norm
+        if head >= NUM_HEADS:
+            weight = key_norm
+        shrink = 1.0
         if HAS_NORMS:
             shrink = tl.rsqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / DIM + eps)
-            weight = query_norm
-            if head >= NUM_HEADS:
-                weight = key_norm
             low = low * shrink * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
             high = high * shrink * tl.load(weight + HALF + columns, mask=mask, other=0.0).to(tl.float32)
-        if ANGLES:
+        if TURNED == DIM and not OF_NEIGHBOURS:
             angles = token * ANGLES + columns
             low_cosine = tl.load(cosines + angles, mask=mask, other=0.0).to(tl.float32)
             high_cosine = tl.load(cosines + angles + ANGLES - HALF, mask=mask, other=0.0).to(tl.float32)
@@ -170,6 +207,14 @@ def rotate_kernel(
             turned = low * low_cosine - high * low_sine
             high = high * high_cosine + low * high_sine
             low = turned
+        elif TURNED:
+            first = qkv + (token * ALL_HEADS + head) * DIM
+            angles = cosines + token * ANGLES, sines + token * ANGLES
+            norm = weight, shrink
+            low = _turned(low, columns, mask, first, angles, norm, HAS_NORMS, TURNED, ANGLES, OF_NEIGHBOURS)
+            high = _turned(
+                high, HALF + columns, mask, first, angles, norm, HAS_NORMS, TURNED, ANGLES, OF_NEIGHBOURS
+            )
     if head < NUM_HEADS:
         target = query + (token * NUM_HEADS + head) * DIM + columns
         tl.store(target, low.to(query.dtype.element_ty), mask=mask)

@@ -12,7 +12,7 @@ import torch
 from triton.runtime import driver
 
 from engine.compute.attention.backend import LayerCall
-from engine.compute.attention.context import HeadNorms
+from engine.compute.attention.context import HeadNorms, HeadTurns
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.cuda.layer_kernels import rotate_kernel, store_kernel
@@ -99,7 +99,7 @@ class TritonStep:
         self,
         layer: int,
         qkv: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+        turns: HeadTurns | None,
         norms: HeadNorms | None,
     ) -> torch.Tensor:
         """See RotatingStep: [num_tokens, num_heads, dim]."""
@@ -109,7 +109,8 @@ class TritonStep:
         query = qkv.new_empty(len(qkv), num_heads, dim)
         rotate_kernel[(len(qkv) * (num_heads + 2 * shape.num_kv_heads),)](
             qkv,
-            *((qkv, qkv) if rotation is None else rotation),
+            qkv if turns is None else turns.cosines,
+            qkv if turns is None else turns.sines,
             qkv if norms is None else norms.query,
             qkv if norms is None else norms.key,
             query,
@@ -121,7 +122,9 @@ class TritonStep:
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=shape.num_kv_heads,
             DIM=dim,
-            ANGLES=0 if rotation is None else rotation[0].shape[-1],
+            TURNED=0 if turns is None else turns.num_turned,
+            ANGLES=0 if turns is None else turns.cosines.shape[-1],
+            OF_NEIGHBOURS=turns is not None and turns.of_neighbours,
             PADDED_HALF=1 << (dim // 2 - 1).bit_length(),
             BLOCK_SIZE=self._kv.block_size,
             PAGES=self._pages,

@@ -19,7 +19,7 @@ from engine.compute.attention import (
     RowAttention,
     StepAttention,
 )
-from engine.compute.attention.context import HeadNorms, RotatingStep
+from engine.compute.attention.context import HeadNorms, HeadTurns, RotatingStep
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.recurrent.state_memory import MemorySizes
@@ -134,11 +134,11 @@ class _RecordingStep:
         self,
         layer: int,
         qkv: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+        turns: HeadTurns | None,
         norms: HeadNorms | None,
     ) -> torch.Tensor:
         """See RotatingStep: what fused layers ask of it."""
-        return cast(RotatingStep, self._step).rotate_and_write(layer, qkv, rotation, norms)
+        return cast(RotatingStep, self._step).rotate_and_write(layer, qkv, turns, norms)
 
     def attend(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """See StepAttention."""
