@@ -75,14 +75,16 @@ class GraphShape(NamedTuple):
 def graph_shapes(max_num_seqs: int, max_draft_tokens: int, max_tokens: int = 0) -> list[GraphShape]:
     """What to record, the largest first, for steps of up to so many sequences with so many drafts each.
 
-    With prompts among them they have up to `max_tokens`; 0 leaves those out.
+    With prompts among them they have up to `max_tokens`; 0 leaves those out. There as many rows are wanted as
+    steps without prompts have: what more drafts would want has its price in each step, drafts or not, since
+    logits are computed and drawn from for every row that a recording has.
     """
     shapes = [GraphShape(size) for size in _up_to(_DECODES, max_num_seqs)]
     if max_draft_tokens:
         largest = max_num_seqs * (1 + max_draft_tokens)
         shapes += [GraphShape(size, MAX_QUERY_LEN) for size in _up_to(_WITH_DRAFTS, largest)]
     if max_tokens:
-        rows = max_num_seqs * (1 + max_draft_tokens)
+        rows = max(max_num_seqs, min(max_num_seqs * (1 + max_draft_tokens), _WITH_DRAFTS[-1]))
         sizes = _up_to(_WITH_PROMPTS, max_tokens)
         shapes += [GraphShape(size, size, min(size, rows)) for size in sizes]
     return sorted(shapes, reverse=True)

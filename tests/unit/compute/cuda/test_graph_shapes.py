@@ -38,3 +38,11 @@ def test_steps_with_prompts_have_recordings_up_to_the_tokens_of_a_step() -> None
         assert fitting.num_rows == min(fitting.num_tokens, 64 * 6)
         assert not fitting.holds(StepSize(size, size, fitting.num_rows + 1))
     assert not any(shape.num_rows for shape in graph_shapes(64, 5))
+
+
+def test_beside_prompts_no_more_rows_are_drawn_than_steps_with_drafts_have() -> None:
+    """Logits and a draw for every one of 2,048 tokens would be paid for by each step, drafts or not."""
+    shapes = [shape for shape in graph_shapes(256, 16, 2048) if shape.num_rows]
+    assert max(shape.num_places for shape in shapes) == 512
+    many = [shape for shape in graph_shapes(1024, 16, 2048) if shape.num_rows]
+    assert max(shape.num_places for shape in many) == 1024, "every sequence has its row"
