@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,15 @@ from engine.plan.step_records import BlockMoves, StateCopy, StepInputs
 from tests.support.device_waits import waiting_refused
 from tests.support.packed import as_loaded, random_tokens
 from tests.support.recurrent import BLOCK_SIZE, pack_slots, with_drafts
-from tests.support.scan_cases import ScanCase, delta_case, selective_case, structured_case
+from tests.support.scan_cases import (
+    ScanCase,
+    delta_case,
+    gated_delta_of,
+    gated_structured_of,
+    runs_of,
+    selective_case,
+    structured_case,
+)
 from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -67,6 +76,32 @@ def test_states_and_outputs_are_those_of_torch(case: ScanCase) -> None:
         found.append((output, state))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [
+        ("gated_delta", gated_delta_of((32, 16, 128, 128), 500)),
+        ("gated_delta", gated_delta_of((6, 2, 20, 40), 500)),
+        ("gated_structured", gated_structured_of((48, 1, 64, 128), 500)),
+        ("gated_structured", gated_structured_of((6, 2, 20, 24), 500)),
+    ],
+)
+def test_prompts_in_chunks_are_what_they_are_token_by_token(
+    name: str, made: tuple[Any, tuple[int, int, int]], dtype: torch.dtype
+) -> None:
+    inputs, shape = made
+    runs = runs_of([(2, 300, 290), (0, 1, 1), (3, 16, 16), (1, 47, 33), (4, 130, 130)]).to(CUDA)
+    moved = [each.to(CUDA, dtype) if isinstance(each, torch.Tensor) else each for each in inputs]
+    found = []
+    for scans in (TritonScans(), TritonScans(in_chunks=())):
+        state = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0)).to(CUDA)
+        output = getattr(scans, name)(type(inputs)(*moved), state, runs)
+        found.append((output.float(), state))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+    assert torch.equal(found[0][1][0], found[1][1][0]), "a token alone has the same bits"
 
 
 def load(family: str) -> LoadedModel:

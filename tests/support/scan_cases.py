@@ -11,7 +11,14 @@ import torch
 from engine.compute.recurrent.delta_rule import delta_scan
 from engine.compute.recurrent.slot_states import LayerSlots
 from engine.compute.recurrent.slot_step import Pieces, SlotStep
-from engine.compute.recurrent.state_kernel import DeltaInputs, SelectiveInputs, StateKernel, StructuredInputs
+from engine.compute.recurrent.state_kernel import (
+    DeltaInputs,
+    GatedDelta,
+    GatedStructured,
+    SelectiveInputs,
+    StateKernel,
+    StructuredInputs,
+)
 from engine.compute.recurrent.state_space import selective_scan, structured_scan
 
 MOST_ROWS = 256
@@ -93,3 +100,35 @@ def selective_case(channels: int, size: int) -> ScanCase:
 
 def _noise(*shape: int) -> torch.Tensor:
     return torch.randn(MOST_ROWS, *shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def gated_delta_of(
+    sizes: tuple[int, int, int, int], num_rows: int
+) -> tuple[GatedDelta, tuple[int, int, int]]:
+    """A layer of (heads, key heads, keys, values) with gates far to either side; and its state's shape."""
+    heads, key_heads, keys, values = sizes
+    noise = torch.Generator().manual_seed(num_rows)
+    rows = torch.randn(num_rows, 2 * key_heads * keys + heads * values + 2 * heads, generator=noise)
+    rows[:, -2 * heads :] *= 4
+    rows[:: len(rows) // 3, -heads:] += 30  # at some tokens next to nothing is left
+    decays, bias = torch.randn(2, heads, generator=noise)
+    return GatedDelta(rows, decays, bias, key_heads, keys, values, 2.0), (heads, keys, values)
+
+
+def gated_structured_of(
+    sizes: tuple[int, int, int, int], num_rows: int
+) -> tuple[GatedStructured, tuple[int, int, int]]:
+    """A layer of (heads, groups, dim, size) with gates far to either side; and its state's shape."""
+    heads, groups, dim, size = sizes
+    noise = torch.Generator().manual_seed(num_rows)
+    rows = torch.randn(num_rows, heads * dim + 2 * groups * size + heads, generator=noise)
+    rows[:, -heads:] *= 4
+    decays, bias, direct = torch.randn(3, heads, generator=noise)
+    return GatedStructured(rows, decays, bias, direct, dim, groups, size, (0.01, 30.0)), (heads, dim, size)
+
+
+def runs_of(prompts: list[tuple[int, int, int]]) -> torch.Tensor:
+    """Of sequences in (slot, rows, rows taken in); and one that no sequence has, as recorded steps have."""
+    slots, counts, taken = (np.array(each) for each in zip(*prompts, strict=True))
+    runs = np.stack((slots, np.cumsum(counts) - counts, counts, taken))
+    return torch.nn.functional.pad(torch.from_numpy(runs), (0, 1), value=-1)

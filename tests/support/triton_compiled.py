@@ -43,6 +43,7 @@ from engine.compute.cuda.layer_kernels import (
     store_kernel,
 )
 from engine.compute.cuda.row_products import row_product_kernel
+from engine.compute.cuda.state_chunks import gated_delta_chunks_kernel, gated_structured_chunks_kernel
 from engine.compute.cuda.state_kernels import (
     delta_kernel,
     gated_delta_kernel,
@@ -50,7 +51,7 @@ from engine.compute.cuda.state_kernels import (
     selective_kernel,
     structured_kernel,
 )
-from engine.compute.cuda.state_scans import ConvSizes, part_of
+from engine.compute.cuda.state_scans import CHUNK, ConvSizes, part_of
 from engine.compute.cuda.triton_border import digit_kernel, survey_kernel, tie_kernel
 from engine.compute.cuda.triton_draw import score_kernel
 from engine.compute.cuda.triton_filter import kept_score_kernel, pick_kernel
@@ -407,6 +408,11 @@ GATED_STATES: list[tuple[str, Any, dict[str, Any]]] = [
         | {"ROWS": part_of(64, 128), "SIZE_PADDED": 128},
     ),
 ]
+IN_CHUNKS = {
+    gated_delta_kernel: gated_delta_chunks_kernel,
+    gated_structured_kernel: gated_structured_chunks_kernel,
+}
+_CHUNKS = {"CHUNK": CHUNK, "RUNS_PADDED": 1024}
 _CONVOLVED = ConvSizes(8256, 8192, 4, 3, 11, 8256, has_bias=True, activated=True)
 _SCANNED = (
     *("query", "key", "value", "logs", "beta"),
@@ -417,6 +423,7 @@ _SCANNED = (
 def compile_states(capability: int) -> Iterator[tuple[str, tuple[int, int, int]]]:
     """Compile all that advances states: what it is, and what it takes."""
     types = dict.fromkeys(_SCANNED, "*fp32") | {"runs": "*i64", "num_runs": "i32", "slot_stride": "i32"}
+    types["chunk"] = "i32"
     for name, kernel, constants in STATES:
         yield f"states, {name}", compile_kernel(kernel, "fp32", constants, capability, types)
     joined = {"joins": "*i64", "num_mixed": "i32", "least": "fp32", "most": "fp32"}
@@ -425,6 +432,8 @@ def compile_states(capability: int) -> Iterator[tuple[str, tuple[int, int, int]]
     for name, kernel, constants in GATED_STATES:
         own = gated | ({"output": "*bf16"} if kernel is gated_delta_kernel else {})
         yield f"states, {name}", compile_kernel(kernel, "bf16", constants, capability, own)
+        taken = compile_kernel(IN_CHUNKS[kernel], "bf16", constants | _CHUNKS, capability, own)
+        yield f"states, {name}, in chunks", taken
     for rows, num_runs in ((1, 16), (8, 256)):
         constants = {"SIZES": _CONVOLVED, "RUNS_PADDED": num_runs, "ROWS": rows, "COLUMNS": 256}
         own = gated | {"output": "*bf16"}

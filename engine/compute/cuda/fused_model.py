@@ -65,17 +65,31 @@ def with_fused_layers(loaded: LoadedModel, block_size: int, reload: Callable[[],
 
 @torch.inference_mode()
 def with_scans(loaded: LoadedModel, block_size: int) -> LoadedModel:
-    """The model with kernels that advance its states, if it then gives the same logits.
+    """The model with kernels that advance its states, if it then gives the same logits; by chunks likewise.
 
     Raises whatever a compiler or driver does.
     """
-    advanced = replace(loaded, state_kernel=TritonScans())
-    found, expected = (packed_sample(forward_of(each), block_size=block_size) for each in (advanced, loaded))
-    difference = packed_difference(found, expected, loaded.dtype, has_blocks=False)
+    one_by_one, in_chunks = (
+        replace(loaded, state_kernel=kernel) for kernel in (TritonScans(in_chunks=()), TritonScans())
+    )
+    difference = _difference(one_by_one, loaded, block_size, in_pieces=True)
     if difference is not None:
         log.warning("states are not advanced by kernels: logits differ %s", difference)
         return loaded
-    return advanced
+    difference = _difference(in_chunks, loaded, block_size, in_pieces=False)
+    if difference is not None:
+        log.warning("states take prompts in token by token: by chunks logits differ %s", difference)
+        return one_by_one
+    return in_chunks
+
+
+def _difference(changed: LoadedModel, loaded: LoadedModel, block_size: int, *, in_pieces: bool) -> str | None:
+    """Of their logits for prompts in pieces, or whole, as `packed_difference` tells it."""
+    found, expected = (
+        packed_sample(forward_of(each), block_size=block_size, in_pieces=in_pieces)
+        for each in (changed, loaded)
+    )
+    return packed_difference(found, expected, loaded.dtype, has_blocks=False)
 
 
 @torch.inference_mode()

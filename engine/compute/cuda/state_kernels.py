@@ -1,8 +1,9 @@
 """The device code of recurrent layers, in Triton: how the tokens of each sequence advance its state.
 
 Each program has a part of one sequence's state to itself and takes that sequence's tokens in one by one, so
-a token's result has the same bits alone, in a crowd, and however its prompt was cut. What is launched follows
-from the number of tokens and sequences alone: which slots they continue is read on the device.
+a token's result has the same bits alone and in a crowd. What is launched follows from the number of tokens
+and sequences alone: which slots they continue is read on the device. Where `state_chunks` has taken in whole
+chunks of a sequence before, `chunk` is their size: what is left is done here. Else it is NO_CHUNKS.
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+NO_CHUNKS = tl.constexpr(1 << 30)  # more tokens than any sequence has
+
 
 @triton.jit
-def _run_at(runs, num_runs):
-    """Of this program's sequence its slot, its first row, how many it has, and how many are taken in."""
+def _run_at(runs, num_runs, chunk):
+    """Of what is left of this program's sequence its slot, its first row, how many it has, and how many are
+    taken in; with nothing left the slot is -1."""
     run = runs + tl.program_id(0)
-    slot, first = tl.load(run), tl.load(run + num_runs)
-    return slot, first, tl.load(run + 2 * num_runs), tl.load(run + 3 * num_runs)
+    count, taken = tl.load(run + 2 * num_runs), tl.load(run + 3 * num_runs)
+    done = taken - taken % chunk
+    slot = tl.where(count > done, tl.load(run), -1)
+    return slot, tl.load(run + num_runs) + done, count - done, taken - done
 
 
-@triton.jit(do_not_specialize=["num_runs"])
+@triton.jit(do_not_specialize=["num_runs", "chunk"])
 def delta_kernel(
     query,
     key,
@@ -30,6 +36,7 @@ def delta_kernel(
     state,
     runs,
     num_runs,
+    chunk,
     HEADS: tl.constexpr,
     SHARE: tl.constexpr,
     KEYS: tl.constexpr,
@@ -43,7 +50,7 @@ def delta_kernel(
     `query` and `key` are [M, HEADS / SHARE, KEYS], `value` and `output` [M, HEADS, VALUES], `logs` [M, HEADS,
     KEYS or 1], `beta` [M, HEADS], `state` [slots, HEADS, KEYS, VALUES], all float32; `runs` int64 [4, runs].
     """
-    slot, first, count, taken = _run_at(runs, num_runs)
+    slot, first, count, taken = _run_at(runs, num_runs, chunk)
     if slot < 0:
         return
     blocks: tl.constexpr = (VALUES + COLUMNS - 1) // COLUMNS
@@ -73,7 +80,7 @@ def delta_kernel(
         tl.store(places, held, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_runs"])
+@triton.jit(do_not_specialize=["num_runs", "chunk"])
 def structured_kernel(
     inputs,
     logs,
@@ -83,6 +90,7 @@ def structured_kernel(
     state,
     runs,
     num_runs,
+    chunk,
     HEADS: tl.constexpr,
     SHARE: tl.constexpr,
     DIM: tl.constexpr,
@@ -95,7 +103,7 @@ def structured_kernel(
     `inputs` and `output` are [M, HEADS, DIM], `logs` [M, HEADS], `b` and `c` [M, HEADS / SHARE, SIZE],
     `state` [slots, HEADS, DIM, SIZE], all float32; `runs` int64 [4, runs].
     """
-    slot, first, count, taken = _run_at(runs, num_runs)
+    slot, first, count, taken = _run_at(runs, num_runs, chunk)
     if slot < 0:
         return
     blocks: tl.constexpr = (DIM + ROWS - 1) // ROWS
@@ -142,7 +150,7 @@ def selective_kernel(
     `inputs`, `steps` and `output` are [M, CHANNELS], `rates` [CHANNELS, SIZE], `b` and `c` [M, SIZE], `state`
     [slots, CHANNELS, SIZE] with slots `slot_stride` apart, all float32; `runs` int64 [4, runs].
     """
-    slot, first, count, taken = _run_at(runs, num_runs)
+    slot, first, count, taken = _run_at(runs, num_runs, NO_CHUNKS)
     if slot < 0:
         return
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -180,7 +188,7 @@ def _unit(row):
     return row * tl.rsqrt(tl.sum(row * row, 0) + 1e-6)
 
 
-@triton.jit(do_not_specialize=["num_runs"])
+@triton.jit(do_not_specialize=["num_runs", "chunk"])
 def gated_delta_kernel(
     rows,
     decays,
@@ -189,6 +197,7 @@ def gated_delta_kernel(
     state,
     runs,
     num_runs,
+    chunk,
     STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     SHARE: tl.constexpr,
@@ -205,7 +214,7 @@ def gated_delta_kernel(
     [HEADS]; `decays` and `bias` are [HEADS], `output` [M, HEADS, VALUES], `state` [slots, HEADS, KEYS,
     VALUES] in float32; `runs` int64 [4, runs].
     """
-    slot, first, count, taken = _run_at(runs, num_runs)
+    slot, first, count, taken = _run_at(runs, num_runs, chunk)
     if slot < 0:
         return
     blocks: tl.constexpr = (VALUES + COLUMNS - 1) // COLUMNS
@@ -239,7 +248,7 @@ def gated_delta_kernel(
         tl.store(places, held, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_runs", "least", "most"])
+@triton.jit(do_not_specialize=["num_runs", "chunk", "least", "most"])
 def gated_structured_kernel(
     rows,
     decays,
@@ -249,6 +258,7 @@ def gated_structured_kernel(
     state,
     runs,
     num_runs,
+    chunk,
     least,
     most,
     STRIDE: tl.constexpr,
@@ -265,7 +275,7 @@ def gated_structured_kernel(
     `decays`, `bias` and `direct` are [HEADS], `output` [M, HEADS, DIM] and `state` [slots, HEADS, DIM, SIZE]
     in float32; `runs` int64 [4, runs]. Steps are at `least` and at `most` so large.
     """
-    slot, first, count, taken = _run_at(runs, num_runs)
+    slot, first, count, taken = _run_at(runs, num_runs, chunk)
     if slot < 0:
         return
     blocks: tl.constexpr = (DIM + ROWS - 1) // ROWS

@@ -90,8 +90,9 @@ class GatedStructured(NamedTuple):
 class StateKernel(Protocol):
     """The scans of delta_rule.py and state_space.py over states [slots, ...] and `runs` as SlotStep has them.
 
-    A token's result has the same bits however many come in one pass. None, and nothing has changed, for
-    sizes that are not computed.
+    A token's result has the same bits in any company, and but for whole chunks of prompts, which a kernel may
+    take in together, however many of its sequence come in one pass. None, and nothing has changed, for sizes
+    that are not computed.
     """
 
     def convolve(self, inputs: ConvInputs, runs: Tensor, joins: Tensor) -> Tensor | None:

@@ -22,6 +22,7 @@ _BLOCK_SIZE = 4  # small, so that even short sequences have several
 _LENGTHS = (24, 15)
 # Where each of the two sequences is cut: prompts in chunks, single tokens alone and together, short runs.
 _CUTS = ((0, 11, 12, 13, 17, 24), (0, 0, 7, 8, 12, 15))
+_WHOLE = tuple((0, length) for length in _LENGTHS)
 # By how much of a row's spread its logits may differ. Thirty layers round by 0.03 in bfloat16; attending to
 # the wrong tokens differs by more than 0.5, a scale ten percent off by 0.06 to 0.2.
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
@@ -79,9 +80,15 @@ def packed_sample(
     forward: PackedForward | RecurrentForward,
     kept: torch.dtype | None = None,
     block_size: int = _BLOCK_SIZE,
+    *,
+    in_pieces: bool = True,
 ) -> torch.Tensor:
-    """Logits of the same short sequences computed in pieces: [tokens, vocab] in float32. `kept` is of K/V."""
-    return _packed_logits(forward, _sequences(forward), kept, block_size)
+    """Logits of the same short sequences computed in pieces: [tokens, vocab] in float32. `kept` is of K/V.
+
+    Or each whole: the first is longer than the chunks in which states take in prompts on CUDA.
+    """
+    cuts = _CUTS if in_pieces else _WHOLE
+    return _packed_logits(forward, _sequences(forward), kept, block_size, cuts)
 
 
 def packed_difference(
@@ -131,6 +138,7 @@ def _packed_logits(
     sequences: Sequence[list[int]],
     kept: torch.dtype | None = None,
     block_size: int = _BLOCK_SIZE,
+    cuts: Sequence[Sequence[int]] = _CUTS,
 ) -> torch.Tensor:
     """The same rows computed in pieces."""
     first, second = (-(-length // block_size) for length in _LENGTHS)
@@ -139,7 +147,7 @@ def _packed_logits(
     scattered = np.random.default_rng(1).permutation(num_blocks).tolist()
     blocks = (scattered[:first], scattered[first : first + second])
     rows: tuple[list[torch.Tensor], ...] = ([], [])
-    for step in _steps(sequences):
+    for step in _steps(sequences, cuts):
         parts = [Part(sequences[index], first, stop, blocks[index]) for index, first, stop in step]
         slots = np.array([index for index, _, _ in step], dtype=np.int32)
         logits = compute(replace(pack_step(parts, block_size, every_row=True), state_slots=slots)).float()
@@ -150,11 +158,13 @@ def _packed_logits(
     return torch.cat(rows[0] + rows[1])
 
 
-def _steps(sequences: Sequence[list[int]]) -> Iterator[list[tuple[int, int, int]]]:
+def _steps(
+    sequences: Sequence[list[int]], cuts: Sequence[Sequence[int]]
+) -> Iterator[list[tuple[int, int, int]]]:
     """Steps of (sequence, first, stop), single tokens first; empty pieces left out."""
-    for cut in range(1, len(_CUTS[0])):
+    for cut in range(1, len(cuts[0])):
         pieces = [
-            (index, _CUTS[index][cut - 1], min(_CUTS[index][cut], len(tokens)))
+            (index, cuts[index][cut - 1], min(cuts[index][cut], len(tokens)))
             for index, tokens in enumerate(sequences)
         ]
         pieces = [(index, first, stop) for index, first, stop in pieces if first < stop]

@@ -1,17 +1,23 @@
-"""Decoding with a model that carries state, whole engine: by kernels and recordings, and as torch does it."""
+"""A model that carries state, whole engine: by kernels and recordings, and as torch does it; and a prompt."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any, cast
 
+import numpy as np
+import torch
 import uvloop
 
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.recurrent.slot_states import state_bytes
+from engine.compute.runner.dummy_steps import Part, pack_step
+from engine.startup.build import put_together
 from tests.bench.gpu.bench import Bench
-from tests.bench.gpu.device_rates import copy_rate
+from tests.bench.gpu.device_rates import copy_rate, seconds_of
 from tests.bench.gpu.engines import SETTLE_STEPS, decode_step, made_engine, settings_for
-from tests.bench.gpu.made_models import token_bytes, weight_bytes
+from tests.bench.gpu.made_models import BLOCK_SIZE, token_bytes, weight_bytes
 from tests.bench.report import Bar, Section
 
 # Percent of a copy's rate, and how many times as fast as steps of torch's operations, queued one by one, a
@@ -49,6 +55,25 @@ async def _measure(bench: Bench, section: Section, loaded: LoadedModel, peak: fl
     plain = await _step_seconds(bench, section, replace(loaded, state_kernel=None), one, _PLAIN)
     ratio = plain[one[0]] / served[one[0]]
     section.bars.append(Bar(f"{shape.name}, over torch's own", PLAIN_BAR, "x", ratio, at_least=True))
+    _read_prompts(bench, section, loaded)
+
+
+@torch.inference_mode()
+def _read_prompts(bench: Bench, section: Section, loaded: LoadedModel) -> None:
+    """One prompt in one pass, as served and, where kernels take in chunks, with them left out."""
+    sizes, shape = bench.sizes, bench.sizes.hybrid
+    tokens, scans = sizes.decode_context, cast(Any, type(loaded.state_kernel))
+    ways = {_SERVED: loaded}
+    if hasattr(loaded.state_kernel, "in_chunks"):
+        ways["token by token"] = replace(loaded, state_kernel=scans(in_chunks=()))
+    inputs = pack_step([Part([5] * tokens, 0, tokens, range(-(-tokens // BLOCK_SIZE)))], BLOCK_SIZE)
+    inputs = replace(inputs, state_slots=np.zeros(1, np.int32))
+    for name, way in ways.items():
+        bench.say(f"reading {tokens} tokens, {name}")
+        runner = put_together(settings_for(1, loaded.max_model_len), way, bench.tokenizer(shape)).runner
+        seconds = seconds_of(partial(runner.run, inputs), bench.device, sizes.repeats)
+        section.add(f"{tokens} tokens of a prompt", name, "ms", [1e3 * one for one in seconds])
+        bench.keep(section)
 
 
 async def _step_seconds(

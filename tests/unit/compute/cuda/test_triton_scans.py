@@ -20,14 +20,26 @@ from engine.compute.runner.dummy_steps import Part
 from engine.plan.step_records import StepInputs
 from tests.support.packed import random_tokens
 from tests.support.recurrent import load_recurrent, pack_slots, with_drafts
-from tests.support.scan_cases import ScanCase, ScanRun, delta_case, rows_of, selective_case, structured_case
+from tests.support.scan_cases import (
+    ScanCase,
+    ScanRun,
+    delta_case,
+    gated_delta_of,
+    gated_structured_of,
+    rows_of,
+    runs_of,
+    selective_case,
+    structured_case,
+)
 from tests.support.tabled_scans import TabledScans
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from engine.compute.cuda.state_scans import TritonScans  # noqa: E402
+from engine.compute.cuda import state_scans  # noqa: E402
+from engine.compute.cuda.fused_model import with_scans  # noqa: E402
+from engine.compute.cuda.state_scans import CHUNK, TritonScans, may_have_chunks  # noqa: E402
 from tests.support.interpreter import with_all_numbers  # noqa: E402
 
 pytestmark = [
@@ -52,7 +64,7 @@ TOO_LARGE = {
     "structured": structured_case(2, 1, 16, 272),
     "selective": selective_case(8, 272),
 }
-SCANS = TritonScans()
+SCANS = TritonScans(in_chunks=(torch.float32, torch.bfloat16, torch.float16))
 TOKENS = [random_tokens(np.random.default_rng(seed), 30) for seed in range(3)]
 
 
@@ -67,8 +79,8 @@ def pieces_of(*spans: tuple[int, int, int]) -> StepInputs:
 COURSE = [
     pieces_of((0, 0, 11), (2, 0, 5)),
     with_drafts(pieces_of((2, 5, 6), (0, 11, 15)), [0, 3]),
-    pieces_of((0, 13, 14), (2, 6, 7), (1, 0, 3)),
-    pieces_of((1, 3, 4), (0, 14, 15)),
+    pieces_of((0, 13, 14), (2, 6, 7), (1, 0, 21)),
+    pieces_of((1, 21, 22), (0, 14, 15)),
 ]
 
 
@@ -165,6 +177,91 @@ def test_a_convolution_leaves_rows_that_no_run_has_at_zero() -> None:
     assert output is not None and output[:3].any(1).all() and not output[3:].any()
     assert torch.equal(kept[2], before[2]) and torch.equal(kept[1, :2], before[1, 1:3])
     assert torch.equal(kept[1, 2], rows[0])
+
+
+# Of each sequence its slot, how many rows it has, and how many are taken in.
+PROMPTS = {
+    "one": [(0, 40, 40)],
+    "a chunk and less": [(2, 16, 16), (0, 1, 1), (3, 15, 15), (1, 18, 15)],
+    "drafts behind chunks": [(1, 35, 33), (3, 16, 15), (0, 40, 32)],
+    "more than at once": [(slot, 17 + slot % 3, 17) for slot in range(11)],
+}
+DELTA_SIZES = [(4, 2, 32, 64), (3, 3, 20, 40), (2, 1, 8, 8)]  # heads, heads of keys, keys, values
+STRUCTURED_SIZES = [(4, 1, 64, 128), (6, 3, 20, 24), (2, 2, 8, 8)]  # heads, groups, dim, size
+
+
+LAYERS = {
+    **{f"delta {sizes}": ("gated_delta", gated_delta_of, sizes) for sizes in DELTA_SIZES},
+    **{f"structured {sizes}": ("gated_structured", gated_structured_of, sizes) for sizes in STRUCTURED_SIZES},
+}
+
+
+class Nothing:
+    """A kernel that does nothing."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *given, **sizes: None
+
+
+@pytest.mark.parametrize("prompts", PROMPTS.values(), ids=PROMPTS)
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_prompts_in_chunks_are_what_they_are_token_by_token(
+    layer: Any, prompts: list[tuple[int, int, int]]
+) -> None:
+    name, make, sizes = layer
+    runs = runs_of(prompts)
+    inputs, shape = make(sizes, int(runs[2, :-1].sum()) + 2)
+    found = []
+    for scans in (SCANS, TritonScans(in_chunks=())):
+        state = torch.randn(len(prompts) + 4, *shape, generator=torch.Generator().manual_seed(1))
+        found.append((getattr(scans, name)(inputs, state, runs), state))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert not found[0][0][-2:].any(), "rows of no sequence"
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_tokens_of_whole_chunks_are_not_taken_in_one_by_one(
+    layer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, make, sizes = layer
+    monkeypatch.setattr(state_scans, f"{name}_kernel", Nothing())
+    runs = runs_of([(0, 1, 1), (1, 37, 35)])
+    inputs, shape = make(sizes, 38)
+    output = getattr(SCANS, name)(inputs, torch.randn(3, *shape), runs)
+    assert output[1:33].flatten(1).any(1).all() and not output[0].any() and not output[33:].any()
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_beside_prompts_a_token_alone_has_the_bits_that_it_has_without(layer: Any) -> None:
+    name, make, sizes = layer
+    inputs, shape = make(sizes, 60)
+    states = torch.randn(3, *shape), torch.randn(3, *shape)
+    states[1][:] = states[0]
+    advance = getattr(SCANS, name)
+    beside = advance(inputs, states[0], runs_of([(1, 1, 1), (0, 59, 59)]))
+    alone = advance(inputs._replace(rows=inputs.rows[:1]), states[1], runs_of([(1, 1, 1)]))
+    assert torch.equal(beside[:1], alone) and torch.equal(states[0][1], states[1][1])
+
+
+def test_chunks_are_looked_for_where_a_sequence_may_have_one() -> None:
+    assert not any(may_have_chunks(count, count) for count in range(1, 300))
+    assert may_have_chunks(CHUNK, 1) and may_have_chunks(CHUNK + 9, 10)
+    assert not may_have_chunks(CHUNK + 8, 10)
+
+
+@pytest.mark.parametrize("kernel", ["gated_delta_chunks_kernel", ""])
+def test_prompts_are_taken_in_by_chunks_where_logits_stay(
+    kernel: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of half numbers; if only the chunks go wrong, tokens are taken in one by one."""
+    with_all_numbers(monkeypatch)
+    if kernel:
+        monkeypatch.setattr(state_scans, kernel, Nothing())
+    found = with_scans(load_recurrent("qwen3_5_hybrid", torch.bfloat16), 4).state_kernel
+    assert isinstance(found, TritonScans)
+    assert found.in_chunks == (() if kernel else (torch.bfloat16, torch.float16))
+    assert ("token by token" in caplog.text) is bool(kernel)
 
 
 class ConvolutionsOnly(TritonScans):
