@@ -65,6 +65,7 @@ from engine.startup.host_memory import memory_bytes
 from engine.startup.host_tuning import freeze_heap, freeze_imports, prepare_process
 from engine.text.closed_schema import closed_schema
 from engine.text.fill_in_middle import FillInMiddle
+from engine.text.joined_users import joined_users
 from engine.text.reply.pieces import (
     CallArguments,
     CallEnd,
@@ -277,6 +278,7 @@ __all__ = [
     "frames_of",
     "freeze_heap",
     "import_libraries",
+    "joined_users",
     "list_models",
     "memory_bytes",
     "owned_salt",

@@ -184,6 +184,35 @@ async def test_a_developer_anywhere_is_heard_by_a_strict_template() -> None:
     assert (refused.status, refused.json()["error"]["param"]) == (400, "input")
 
 
+class TakesTurns(FakeEngine):
+    """As Mistral's and Gemma's templates: one system message, then the user and the assistant by turns."""
+
+    async def render_chat(self, messages: Any, tools: Any = (), **more: Any) -> list[int]:
+        roles = [message["role"] for message in messages if message["role"] != "tool"]
+        turns = roles[roles[:1] == ["system"] :]
+        if turns != [("user", "assistant")[i % 2] for i in range(len(turns))]:
+            messages = [*messages, {"role": "user", "content": "refuse me"}]
+        return await super().render_chat(messages, tools, **more)
+
+
+async def test_several_messages_of_the_user_are_one_where_roles_take_turns() -> None:
+    """Codex begins with two of them, and Claude Code with a system message behind the user's."""
+    engine = TakesTurns(reply="ok")
+    items = [
+        {"role": role, "content": role[0]} for role in ("user", "developer", "user", "assistant", "user")
+    ]
+    async with server_url(engine) as url:
+        assert (await post(url, {"input": [*items, items[0]], "instructions": "c"})).status == 200
+        assert shown(engine) == [
+            ("system", "c"),
+            ("user", "u\n\nd\n\nu"),
+            ("assistant", "a"),
+            ("user", "u\n\nu"),
+        ]
+        refused = await post(url, {"input": items[3:4]})
+    assert (refused.status, refused.json()["error"]["param"]) == (400, "input")
+
+
 async def test_calls_of_custom_and_grouped_tools_come_back_as_such() -> None:
     calls = [
         {"name": "grep", "arguments": {"input": 'a "b"\n'}},

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from engine import ContextLengthExceeded, Engine, InvalidRequest, ReplyFormat, ToolRules
+from engine import ContextLengthExceeded, Engine, InvalidRequest, ReplyFormat, ToolRules, joined_users
 from server.api.openai.protocol import ChatCompletionRequest, ChatMessage
 from server.api.openai.protocol_tools import ToolCall
 from server.http.errors import invalid
@@ -19,7 +19,8 @@ _HARMONY_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "hi
 class ChatInput:
     """The part of a request that a chat template shows.
 
-    With `bends`, a template that refuses system messages behind the first is shown them as the user's.
+    With `bends`, a template that refuses system messages behind the first is shown them as the user's, and
+    one that refuses several messages of the user in a row is shown them as one.
     """
 
     messages: list[dict[str, object]]
@@ -29,31 +30,38 @@ class ChatInput:
 
     async def render(self, engine: Engine, *, add_special_tokens: bool, tenant: str | None) -> list[int]:
         """The prompt, as tokens. Raises InvalidRequest for what the template refuses."""
-        try:
-            return await engine.text.render_chat(
-                self.messages,
-                self.tools,
-                options=self.options,
-                add_special_tokens=add_special_tokens,
-                tenant=tenant,
-            )
-        except ContextLengthExceeded:
-            raise
-        except InvalidRequest:
-            if not self._has_later_system:
+        refusal: InvalidRequest | None = None
+        for messages in self._shown():
+            try:
+                return await engine.text.render_chat(
+                    messages,
+                    self.tools,
+                    options=self.options,
+                    add_special_tokens=add_special_tokens,
+                    tenant=tenant,
+                )
+            except ContextLengthExceeded:
                 raise
-        return await self._bent().render(engine, add_special_tokens=add_special_tokens, tenant=tenant)
+            except InvalidRequest as error:
+                refusal = error
+        assert refusal is not None
+        raise refusal
 
-    @property
-    def _has_later_system(self) -> bool:
-        return self.bends and any(message["role"] == "system" for message in self.messages[1:])
+    def _shown(self) -> Iterator[list[dict[str, object]]]:
+        """The messages, and what is tried in their place where the template refuses them."""
+        yield self.messages
+        if not self.bends:
+            return
+        bent = [self.messages[0], *map(_not_of_system, self.messages[1:])]
+        if bent != self.messages:
+            yield bent
+        joined = joined_users(bent)
+        if len(joined) < len(bent):
+            yield joined
 
-    def _bent(self) -> ChatInput:
-        later = [
-            {**message, "role": "user"} if message["role"] == "system" else message
-            for message in self.messages[1:]
-        ]
-        return replace(self, messages=[self.messages[0], *later], bends=False)
+
+def _not_of_system(message: dict[str, object]) -> dict[str, object]:
+    return {**message, "role": "user"} if message["role"] == "system" else message
 
 
 def chat_input(body: ChatCompletionRequest, tools: ToolRules | None, form: ReplyFormat) -> ChatInput:
