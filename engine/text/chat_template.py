@@ -17,6 +17,7 @@ from engine.text.tools.plain_template import (
     with_quoted_arguments,
     without_system,
 )
+from engine.text.tools.single_calls import one_call_each
 
 _MAX_REASON_CHARS = 100
 _PROBE_TEXT = "Hello 7391"  # which no template says itself
@@ -80,7 +81,7 @@ class ChatTemplate:
         try:
             if self._tool_template is None and (tools or mentions_tools(messages)):
                 return self._apply_plain(plain_messages(messages, tools), options)
-            return self._apply_any_arguments(messages, tools, options)
+            return self._apply_any_calls(messages, tools, options)
         except SecurityError as error:
             raise InvalidRequest("the chat template was stopped by its sandbox", param="messages") from error
         except TemplateError as error:
@@ -89,6 +90,23 @@ class ChatTemplate:
         except Exception as error:  # templates run any expression: whatever they raise is about this input
             reason = f"the chat template cannot render these messages ({type(error).__name__})"
             raise InvalidRequest(reason, param="messages") from error
+
+    def _apply_any_calls(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]],
+        options: Mapping[str, object],
+    ) -> str:
+        """With parallel calls as they are; one after the other for a template that takes one a message."""
+        try:
+            return self._apply_any_arguments(messages, tools, options)
+        except SecurityError:
+            raise
+        except TemplateError:
+            apart = one_call_each(messages)
+            if len(apart) == len(messages):
+                raise
+            return self._apply_any_arguments(apart, tools, options)
 
     def _apply_any_arguments(
         self,

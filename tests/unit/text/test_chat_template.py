@@ -200,6 +200,30 @@ def test_a_template_that_joins_arguments_to_text_gets_them_as_text(directory: Pa
     assert tokenizer.render_chat_text(messages) == 'f{"city": "Köln"}None'
 
 
+def called(*numbers: int) -> dict[str, Any]:
+    calls = [
+        {"id": f"id{n}", "type": "function", "function": {"name": "add", "arguments": {"a": n}}}
+        for n in numbers
+    ]
+    return {"role": "assistant", "content": "Hm.", "tool_calls": calls}
+
+
+def result(number: int) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": f"id{number}", "content": f"is {number}"}
+
+
+def test_a_template_that_takes_one_call_a_message_sees_parallel_calls_one_by_one(directory: Path) -> None:
+    """As Llama 3's: the server's own reply of two calls comes back with their results, in any order."""
+    tokenizer = Tokenizer(directory, tool_templates.ALL["llama"])
+    together = [*HELLO, called(1, 2, 3), result(3), result(1), result(2), result(4), *HELLO]
+    text = tokenizer.render_chat_text(together, [TOOL])
+    bodies = [part.partition("\n")[2].partition("<|im_end|>")[0] for part in text.split("<|im_start|>")[1:]]
+    shown = ['{"a": 1}', "is 1", '{"a": 2}', "is 2", '{"a": 3}', "is 3", "is 4"]
+    assert bodies == ["hello", *shown, "hello", ""]
+    no_result = tokenizer.render_chat_text([*HELLO, called(1, 2), result(7)], [TOOL])
+    assert no_result.index('{"a": 1}') < no_result.index('{"a": 2}') < no_result.index("is 7")
+
+
 @pytest.mark.parametrize("template", [CHATML, tool_templates.NO_TOOLS, "tools {# tools #} {{ 'tools' }}"])
 def test_a_template_that_does_not_read_them_is_found_out(directory: Path, template: str) -> None:
     assert Tokenizer(directory, template).tool_template is None
