@@ -14,8 +14,8 @@ from engine.text.template_sandbox import TemplateSandbox
 from engine.text.tools.plain_template import (
     mentions_tools,
     plain_messages,
+    ways_to_show,
     with_quoted_arguments,
-    without_system,
 )
 from engine.text.tools.single_calls import one_call_each
 
@@ -123,15 +123,20 @@ class ChatTemplate:
             return self._apply([with_quoted_arguments(message) for message in messages], tools, options)
 
     def _apply_plain(self, messages: Sequence[Mapping[str, object]], options: Mapping[str, object]) -> str:
-        """Tools as text, for a template that knows none; some templates know no system message either."""
-        try:
-            return self._apply(messages, (), options)
-        except SecurityError:
-            raise
-        except TemplateError:
-            if messages[0]["role"] != "system":
+        """Tools as text, for a template that knows none.
+
+        Some templates know no system message either, or no two messages of the user in a row.
+        """
+        refusal: TemplateError | None = None
+        for shown in ways_to_show(messages):
+            try:
+                return self._apply(shown, (), options)
+            except SecurityError:
                 raise
-            return self._apply(without_system(messages), (), options)
+            except TemplateError as error:
+                refusal = error
+        assert refusal is not None
+        raise refusal
 
     def _apply(
         self,

@@ -6,8 +6,10 @@ The words are those of the hermes format, which small models follow best; what t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from engine.text.joined_users import joined_users
 
 _PREAMBLE = (
     "You may call one or more of these functions to help the user. They are described within "
@@ -35,7 +37,19 @@ def plain_messages(
     return plain
 
 
-def without_system(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+def ways_to_show(
+    plain: Sequence[Mapping[str, object]],
+) -> Iterator[Sequence[Mapping[str, object]]]:
+    """Such messages, and what is tried in their place where the template refuses them."""
+    has_system = plain[0]["role"] == "system"
+    for shown in (plain, _without_system(plain)) if has_system else (plain,):
+        yield shown
+        joined = joined_users(shown)
+        if len(joined) < len(shown):
+            yield joined
+
+
+def _without_system(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
     """The same with the first message, a system's, put before the user's: some templates take no system."""
     system, *rest = messages
     if not rest or rest[0]["role"] != "user":

@@ -253,6 +253,28 @@ def test_a_template_that_knows_no_system_message_shows_tools_to_the_user(directo
         Tokenizer(directory, strict).render_chat_text([{"role": "system", "content": "x"}, *HELLO])
 
 
+@pytest.mark.parametrize("takes_system", [True, False])
+def test_a_result_and_what_the_user_says_behind_it_are_one_message_where_roles_take_turns(
+    directory: Path, takes_system: bool
+) -> None:
+    """As Gemma 3's, and Gemma 2's, which takes no system message: neither knows tools."""
+    template = (
+        "{% set start = 1 if TAKES and messages[0].role == 'system' else 0 %}{% for m in messages[start:] %}"
+        "{% if m.role != ['user', 'assistant'][loop.index0 % 2] %}{{ raise_exception('take turns') }}"
+        "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    ).replace("TAKES", str(takes_system).lower())
+    tokenizer = Tokenizer(directory, template)
+    text = tokenizer.render_chat_text([*CALLED, *HELLO], [TOOL])
+    first, _, rest = text.partition("[assistant]")
+    assert (
+        first.startswith("[user]") and first.endswith("hi") and ("You may call" in first) is not takes_system
+    )
+    assert rest.startswith("Hm.\n<tool_call>")
+    assert rest.partition("[user]")[2].endswith("4\n</tool_response>\n\nhello")
+    with pytest.raises(InvalidRequest, match="take turns"):
+        tokenizer.render_chat_text([*HELLO, *HELLO])
+
+
 def test_a_template_of_its_own_for_tools_is_used_for_them_alone(directory: Path) -> None:
     own = {"default": "plain{{ messages | length }}", "tool_use": "tools{{ tools | length }}"}
     found = ChatTemplate(_WithTemplates(own))
