@@ -9,6 +9,7 @@ from tests.e2e.wire import ask
 from tests.support.fake_engine import FakeEngine
 
 KIMI = "{{ tools }}<|tool_calls_section_begin|><|tool_call_begin|><|tool_call_argument_begin|>"
+FUNCTION_GEMMA = "{{ tools }}<start_function_call>call:"
 MISTRAL_NAMED = "{{ tools }}[TOOL_CALLS]name[CALL_ID]id[ARGS]{}"
 
 
@@ -27,13 +28,18 @@ CONVERSATION: list[dict[str, Any]] = [
 ]
 
 
-async def ids_shown(template: str) -> tuple[list[str], list[str]]:
-    """The ids of the calls and of their results, as the model is shown them."""
+async def messages_shown(template: str) -> list[dict[str, Any]]:
+    """The conversation as the model is shown it."""
     engine = FakeEngine(tool_template=template, max_model_len=4096)
     async with server_url(engine) as url:
         reply = await ask(url, "POST", "/v1/chat/completions", {"messages": CONVERSATION, "temperature": 0})
         assert reply.status == 200
-    messages: list[dict[str, Any]] = engine.messages
+    return engine.messages
+
+
+async def ids_shown(template: str) -> tuple[list[str], list[str]]:
+    """The ids of the calls and of their results, as the model is shown them."""
+    messages = await messages_shown(template)
     calls = [call["id"] for message in messages for call in message.get("tool_calls", ())]
     return calls, [message["tool_call_id"] for message in messages if message["role"] == "tool"]
 
@@ -49,3 +55,11 @@ async def test_newer_templates_of_mistral_are_shown_ids_of_nine_characters() -> 
     calls, results = await ids_shown(MISTRAL_NAMED)
     assert all(len(each) == 9 and each.isascii() and each.isalnum() for each in (*calls, *results))
     assert [calls[1], calls[0], calls[2]] == results[:3]
+
+
+async def test_function_gemma_is_told_whose_result_it_is() -> None:
+    """Its templates refuse a result without a name, which OpenAI's clients do not send."""
+    messages = await messages_shown(FUNCTION_GEMMA)
+    names = [message.get("name") for message in messages if message["role"] == "tool"]
+    assert names == ["clock", "weather", "weather", None]
+    assert all("name" not in message for message in await messages_shown(MISTRAL_NAMED))

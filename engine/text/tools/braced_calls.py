@@ -211,7 +211,7 @@ def _json_of(word: str) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _format(braces: Braces) -> ToolFormat:
+def _format(braces: Braces, *, names_results: bool = False) -> ToolFormat:
     return ToolFormat(
         signs=((braces.opening,),),
         openings=(braces.opening,),
@@ -219,8 +219,11 @@ def _format(braces: Braces) -> ToolFormat:
         read=partial(read_braced_calls, braces),
         forced_as=HERMES,
         kept=partial(kept_braced, braces),
+        names_results=names_results,
     )
 
 
 GEMMA4 = _format(Braces("<|tool_call>", "<tool_call|>", '<|"|>'))
-FUNCTION_GEMMA = _format(Braces("<start_function_call>", "<end_function_call>", "<escape>"))
+FUNCTION_GEMMA = _format(
+    Braces("<start_function_call>", "<end_function_call>", "<escape>"), names_results=True
+)

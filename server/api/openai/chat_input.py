@@ -98,7 +98,19 @@ def may_think(options: Mapping[str, object]) -> bool:
 def messages_for_template(messages: Sequence[ChatMessage], form: ReplyFormat) -> list[dict[str, object]]:
     """What the chat template sees of a conversation. Raises ApiError for what it could not be shown."""
     shown = (_message(i, message, form) for i, message in enumerate(messages))
-    return _with_made_ids(_with_older_calls(messages, shown, form), form)
+    found = _with_older_calls(messages, shown, form)
+    return _with_made_ids(_with_names(found) if form.tools.names_results else found, form)
+
+
+def _with_names(messages: list[dict[str, object]]) -> list[dict[str, object]]:
+    """The same with the tool's name beside each result, for which clients send the id of its call."""
+    names: dict[object, object] = {}
+    for message in messages:
+        calls: Any = message.get("tool_calls") or ()
+        names.update((call.get("id"), call["function"]["name"]) for call in calls)
+        if message["role"] == "tool" and message.get("tool_call_id") in names:
+            message.setdefault("name", names[message["tool_call_id"]])
+    return messages
 
 
 def _with_made_ids(messages: list[dict[str, object]], form: ReplyFormat) -> list[dict[str, object]]:
