@@ -80,6 +80,7 @@ from engine.text.reply.reply_format import ReplyFormat
 from engine.text.reply.reply_reader import ReplyReader
 from engine.text.structured_output import Frame, StructuredOutput, StructureKind
 from engine.text.tools.input_text import InputText
+from engine.text.tools.single_calls import one_call_each
 from engine.text.tools.tool_spec import INPUT_KEY, NO_PARAMETERS, ToolChoice, ToolRules, ToolSpec
 from engine.training.training_plan import DrafterPlan, MedusaPlan, TrainingProgress
 
@@ -281,6 +282,7 @@ __all__ = [
     "joined_users",
     "list_models",
     "memory_bytes",
+    "one_call_each",
     "owned_salt",
     "prepare_process",
     "pull_model",

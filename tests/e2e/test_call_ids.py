@@ -10,6 +10,7 @@ from tests.support.fake_engine import FakeEngine
 
 KIMI = "{{ tools }}<|tool_calls_section_begin|><|tool_call_begin|><|tool_call_argument_begin|>"
 FUNCTION_GEMMA = "{{ tools }}<start_function_call>call:"
+GPT_OSS = "{{ tools }}<|start|>assistant<|channel|>commentary to=functions."
 MISTRAL_NAMED = "{{ tools }}[TOOL_CALLS]name[CALL_ID]id[ARGS]{}"
 
 
@@ -63,3 +64,13 @@ async def test_function_gemma_is_told_whose_result_it_is() -> None:
     names = [message.get("name") for message in messages if message["role"] == "tool"]
     assert names == ["clock", "weather", "weather", None]
     assert all("name" not in message for message in await messages_shown(MISTRAL_NAMED))
+
+
+async def test_gpt_oss_is_shown_parallel_calls_one_by_one() -> None:
+    """Its templates show the first call of a message, and every result as that one's."""
+    messages = await messages_shown(GPT_OSS)
+    told = [
+        [call["id"] for call in each.get("tool_calls", ())] or each.get("tool_call_id") for each in messages
+    ]
+    assert told == [None, ["call_a"], "call_a", ["b"], "b", ["b"], "b", "unheard"]
+    assert [each["content"] for each in messages if each["role"] == "tool"] == ["rain", "noon", "sun", "?"]

@@ -103,4 +103,5 @@ CHANNELS = ToolFormat(
     read=_read_content,
     forced_as=HERMES,
     kept=_kept,
+    shows_one=True,
 )

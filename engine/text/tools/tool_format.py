@@ -24,7 +24,8 @@ class ToolFormat:
     such a reply is JSON; else it is written and read as in `forced_as`. `kept` are the forms of calls amid
     text, or None where they cannot be told from it. `shown_id` is how the templates want the id of a call;
     `id_of` makes one of the tool's name and the call's place in the conversation, for templates that show the
-    id alone. `names_results`: the templates refuse a result without its tool's name.
+    id alone. `names_results`: the templates refuse a result without its tool's name. `shows_one`: of the
+    calls of one message they show the first alone.
     """
 
     signs: tuple[tuple[str, ...], ...]
@@ -37,6 +38,7 @@ class ToolFormat:
     shown_id: Callable[[str], str] = str
     id_of: Callable[[str, int], str] | None = None
     names_results: bool = False
+    shows_one: bool = False
 
     @property
     def with_forced(self) -> ToolFormat:

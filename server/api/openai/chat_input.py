@@ -6,7 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine import ContextLengthExceeded, Engine, InvalidRequest, ReplyFormat, ToolRules, joined_users
+from engine import (
+    ContextLengthExceeded,
+    Engine,
+    InvalidRequest,
+    ReplyFormat,
+    ToolRules,
+    joined_users,
+    one_call_each,
+)
 from server.api.openai.protocol import ChatCompletionRequest, ChatMessage
 from server.api.openai.protocol_tools import ToolCall
 from server.http.errors import invalid
@@ -99,7 +107,8 @@ def messages_for_template(messages: Sequence[ChatMessage], form: ReplyFormat) ->
     """What the chat template sees of a conversation. Raises ApiError for what it could not be shown."""
     shown = (_message(i, message, form) for i, message in enumerate(messages))
     found = _with_older_calls(messages, shown, form)
-    return _with_made_ids(_with_names(found) if form.tools.names_results else found, form)
+    found = _with_made_ids(_with_names(found) if form.tools.names_results else found, form)
+    return one_call_each(found) if form.tools.shows_one else found
 
 
 def _with_names(messages: list[dict[str, object]]) -> list[dict[str, object]]:
