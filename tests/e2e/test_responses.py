@@ -188,7 +188,8 @@ class TakesTurns(FakeEngine):
     """As Mistral's and Gemma's templates: one system message, then the user and the assistant by turns."""
 
     async def render_chat(self, messages: Any, tools: Any = (), **more: Any) -> list[int]:
-        roles = [message["role"] for message in messages if message["role"] != "tool"]
+        counted = [each for each in messages if each["role"] != "tool" and not each.get("tool_calls")]
+        roles = [message["role"] for message in counted]
         turns = roles[roles[:1] == ["system"] :]
         if turns != [("user", "assistant")[i % 2] for i in range(len(turns))]:
             messages = [*messages, {"role": "user", "content": "refuse me"}]
@@ -211,6 +212,19 @@ async def test_several_messages_of_the_user_are_one_where_roles_take_turns() -> 
         ]
         refused = await post(url, {"input": items[3:4]})
     assert (refused.status, refused.json()["error"]["param"]) == (400, "input")
+
+
+async def test_what_the_user_says_behind_a_result_is_shown_behind_an_answer_where_roles_take_turns() -> None:
+    """Agents put notes beside results, and users speak while tools run: Mistral's templates take neither."""
+    engine = TakesTurns(reply="ok", tool_template=tool_templates.ALL["hermes"])
+    call = {"type": "function_call", "call_id": "a", "name": "weather", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "a", "output": "rain"}
+    async with server_url(engine) as url:
+        assert (await post(url, {"input": [USER, call, result, USER, USER]})).status == 200
+        called = [("user", "so?"), ("assistant", ""), ("tool", "rain")]
+        assert shown(engine) == [*called, ("assistant", " "), ("user", "so?\n\nso?")]
+        assert (await post(url, {"input": [USER, call, result]})).status == 200
+        assert shown(engine) == called
 
 
 async def test_calls_of_custom_and_grouped_tools_come_back_as_such() -> None:

@@ -28,7 +28,8 @@ class ChatInput:
     """The part of a request that a chat template shows.
 
     With `bends`, a template that refuses system messages behind the first is shown them as the user's, and
-    one that refuses several messages of the user in a row is shown them as one.
+    one that refuses several messages of the user in a row, or one behind a tool's result, is shown them as
+    one, or behind an answer that says nothing.
     """
 
     messages: list[dict[str, object]]
@@ -66,10 +67,23 @@ class ChatInput:
         joined = joined_users(bent)
         if len(joined) < len(bent):
             yield joined
+        answered = list(_answered(joined))
+        if len(answered) > len(joined):
+            yield answered
 
 
 def _not_of_system(message: dict[str, object]) -> dict[str, object]:
     return {**message, "role": "user"} if message["role"] == "system" else message
+
+
+def _answered(messages: list[dict[str, object]]) -> Iterator[dict[str, object]]:
+    """The same with an answer between each result and what the user says behind it."""
+    before: object = None
+    for message in messages:
+        if before == "tool" and message["role"] == "user":
+            yield {"role": "assistant", "content": " "}  # some templates refuse an empty one
+        yield message
+        before = message["role"]
 
 
 def chat_input(body: ChatCompletionRequest, tools: ToolRules | None, form: ReplyFormat) -> ChatInput:
