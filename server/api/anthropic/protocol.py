@@ -14,7 +14,7 @@ from server.api.anthropic.protocol_blocks import MAX_BLOCKS, ContentBlock, TextB
 from server.api.extra_fields import MAX_DESCRIPTION, ExtraFields
 from server.api.openai.protocol import MAX_MESSAGES, ChatCompletionRequest
 from server.api.openai.protocol_structure import Schema
-from server.api.openai.protocol_tools import MAX_TOOLS, Parameters
+from server.api.openai.protocol_tools import MAX_TOOLS, LongName, Parameters
 from server.api.openai.protocol_values import BodyPart, Positive, Stop, type_of
 
 
@@ -48,7 +48,7 @@ class FunctionTool(BodyPart):
 
     type: Literal["custom"] | None = None
     """`custom`, or nothing."""
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    name: LongName
     """The tool's name."""
     description: Annotated[str, Field(max_length=MAX_DESCRIPTION)] | None = None
     """What the tool does; the model reads it."""

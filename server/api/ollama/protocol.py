@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from server.api.embeddings.protocol import Texts, TextsBody
 from server.api.extra_fields import OwnFields
@@ -34,8 +34,20 @@ from server.api.openai.protocol_values import (
     refuse,
 )
 
-Format = Annotated[Literal["", "json"] | dict[str, Any], AfterValidator(check_schema)]
-Think = bool | Literal["low", "medium", "high"]
+
+def _kind_tag(value: object) -> str:
+    return "<word>" if isinstance(value, str) else "<other>"
+
+
+Format = Annotated[
+    Annotated[Literal["", "json"], Tag("<word>")]
+    | Annotated[dict[str, Any], AfterValidator(check_schema), Tag("<other>")],
+    Discriminator(_kind_tag),
+]
+Think = Annotated[
+    Annotated[Literal["low", "medium", "high"], Tag("<word>")] | Annotated[bool, Tag("<other>")],
+    Discriminator(_kind_tag),
+]
 
 
 def check_images(images: list[Any]) -> list[Any]:

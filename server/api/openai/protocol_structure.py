@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from server.api.openai.protocol_values import MAX_SCHEMA_CHARS, BodyPart, Label, check_num_values
 
@@ -20,7 +20,10 @@ def check_schema(schema: T) -> T:
 
 
 Schema = Annotated[dict[str, Any] | None, AfterValidator(check_schema)]
-SchemaOrText = Annotated[dict[str, Any] | str | None, AfterValidator(check_schema)]
+SchemaOrText = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[dict[str, Any], AfterValidator(check_schema), Tag("<schema>")],
+    Discriminator(lambda value: "<text>" if isinstance(value, str) else "<schema>"),
+]
 
 
 class JsonSchemaFormat(BodyPart):
@@ -53,7 +56,7 @@ class ResponseFormat(BodyPart):
 class StructuredOutputs(BodyPart):
     """vLLM's `structured_outputs`: one of its fields says what the whole reply must be."""
 
-    schema_or_text: SchemaOrText = Field(None, alias="json")
+    schema_or_text: SchemaOrText | None = Field(None, alias="json")
     """A JSON schema, as an object or as its text."""
     json_object: bool | None = None
     """True for any JSON object."""

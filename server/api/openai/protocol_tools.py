@@ -27,7 +27,9 @@ MAX_CALLS = 128  # of one message
 MAX_SCHEMA_DEPTH = 64
 MAX_DESCRIPTION = 16_384
 
-_NAME_PATTERN = "^[a-zA-Z0-9_.-]{1,64}$"
+_NAME_PATTERN = "^[a-zA-Z0-9_.-]{1,%d}$"
+MAX_NAME = 64
+MAX_LONG_NAME = 128  # in Anthropic's API, and in OpenAI's Responses
 
 
 def check_tool_choice(value: object) -> ToolChoice:
@@ -75,8 +77,12 @@ def check_function_call(value: object) -> ToolChoice:
 
 def check_function_name(value: str) -> str:
     """A name that every model can write."""
-    if re.fullmatch(_NAME_PATTERN, value) is None:
-        refuse("must have 1 to 64 letters, digits, '_', '-' and '.' only")
+    return _check_name(value, MAX_NAME)
+
+
+def _check_name(value: str, most: int) -> str:
+    if re.fullmatch(_NAME_PATTERN % most, value) is None:
+        refuse(f"must have 1 to {most} letters, digits, '_', '-' and '.' only")
     return value
 
 
@@ -189,7 +195,14 @@ def _described(schema: dict[str, Any]) -> Any:
     return Field(json_schema_extra=lambda found: found.update(schema))
 
 
-FunctionName = Annotated[str, AfterValidator(check_function_name), _described({"pattern": _NAME_PATTERN})]
+FunctionName = Annotated[
+    str, AfterValidator(check_function_name), _described({"pattern": _NAME_PATTERN % MAX_NAME})
+]
+LongName = Annotated[
+    str,
+    AfterValidator(lambda value: _check_name(value, MAX_LONG_NAME)),
+    _described({"pattern": _NAME_PATTERN % MAX_LONG_NAME}),
+]
 Choice = Annotated[ToolChoice, PlainValidator(check_tool_choice, Any), _described(_CHOICE_SCHEMA)]
 FunctionCall = Annotated[
     ToolChoice, PlainValidator(check_function_call, Any), _described(_FUNCTION_CALL_SCHEMA)

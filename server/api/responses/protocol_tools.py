@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from server.api.extra_fields import MAX_DESCRIPTION
-from server.api.openai.protocol_tools import MAX_TOOLS, Parameters
+from server.api.openai.protocol_tools import MAX_TOOLS, LongName, Parameters
 from server.api.openai.protocol_values import MAX_SCHEMA_CHARS, BodyPart, refuse, type_of
 
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 Description = Annotated[str, Field(max_length=MAX_DESCRIPTION)]
 
 
@@ -19,7 +18,7 @@ class FunctionTool(BodyPart):
 
     type: Literal["function"]
     """Always `function`."""
-    name: ToolName
+    name: LongName
     """The function's name."""
     description: Description | None = None
     """What the function does; the model reads it."""
@@ -46,7 +45,7 @@ class CustomTool(BodyPart):
 
     type: Literal["custom"]
     """Always `custom`."""
-    name: ToolName
+    name: LongName
     """The tool's name."""
     description: Description | None = None
     """What the tool does; the model reads it."""
@@ -84,7 +83,7 @@ class NamespaceTool(BodyPart):
 
     type: Literal["namespace"]
     """Always `namespace`."""
-    name: ToolName
+    name: LongName
     """What comes before the names of its tools."""
     description: Description | None = None
     """What its tools have in common; the model reads it."""

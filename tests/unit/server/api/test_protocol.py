@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from server.api.anthropic.protocol import MessagesRequest
 from server.api.field_words import close_name, describe
+from server.api.ollama.protocol import OllamaChatRequest
 from server.api.openai.protocol import ChatCompletionRequest, CompletionRequest, GenerationBody
 from server.api.openai.protocol_refusals import ON_CHAT, ON_COMPLETIONS, check_refusals
+from server.api.openai.protocol_structure import StructuredOutputs
+from server.api.openai.protocol_values import BodyPart
+from server.api.responses.protocol import ResponsesRequest
 from server.http.errors import ApiError
 
 EXTRAS = [
@@ -123,6 +128,30 @@ def test_what_is_wrong_is_said_in_plain_words(kind: type[GenerationBody]) -> Non
 def test_what_is_wrong_names_the_limit_and_the_value(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError) as refused:
         ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "a"}], **fields})
+    assert describe(refused.value).reply.message == message
+
+
+LONG_NAME = "'tools[0].name' must have 1 to 128 letters, digits, '_', '-' and '.' only."
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (OllamaChatRequest, {"think": "max"}, "'think' must be 'low', 'medium' or 'high'."),
+        (OllamaChatRequest, {"think": 1}, "'think' must be true or false, not 1."),
+        (OllamaChatRequest, {"format": "xml"}, "'format' must be '' or 'json'."),
+        (OllamaChatRequest, {"format": []}, "'format' must be an object, not a list."),
+        (StructuredOutputs, {"json": []}, "'json' must be an object, not a list."),
+        (ResponsesRequest, {"tools": [{"type": "function", "name": "a b"}]}, LONG_NAME),
+        (MessagesRequest, {"tools": [{"name": "a" * 129, "input_schema": {}}]}, LONG_NAME),
+    ],
+)
+def test_what_is_wrong_is_said_without_the_parsers_names(
+    kind: type[BodyPart], fields: dict[str, Any], message: str
+) -> None:
+    basics = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate({**basics, **fields})
     assert describe(refused.value).reply.message == message
 
 
