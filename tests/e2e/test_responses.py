@@ -397,6 +397,20 @@ async def test_log_probabilities_come_with_the_text() -> None:
     assert plain["output"][0]["content"][0]["logprobs"] == []
 
 
+@pytest.mark.parametrize("tokens_at_once", [1, 7, 100])
+async def test_log_probabilities_are_those_of_the_text_however_many_tokens_come_at_once(
+    tokens_at_once: int,
+) -> None:
+    body = {"input": "hi", "include": ["message.output_text.logprobs"]}
+    engine = engine_of("<think>Hm.</think>Grüße.", reasoning="qwen3", merge=tokens_at_once)
+    async with server_url(engine) as url:
+        whole = check_response((await post(url, body)).json())
+        streamed = check_responses_stream(named_events((await post(url, {**body, "stream": True})).body))
+    for found in (whole, streamed):
+        logprobs = found["output"][1]["content"][0]["logprobs"]
+        assert "".join(each["token"] for each in logprobs) == "Grüße."
+
+
 async def test_many_log_probabilities_are_written_in_pieces() -> None:
     body = {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 20}
     async with server_url(engine_of("abcdefgh" * 500, merge=8)) as url:

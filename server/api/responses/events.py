@@ -49,8 +49,11 @@ class ResponsesShape:
         """See TurnShape."""
         yield from self._opening()
         self._untold += delta.logprobs
+        bytes_left = sum(len(each.text.encode()) for each in blocks if isinstance(each, Grown))
         for each in blocks:
-            yield from self._of_block(each)
+            if isinstance(each, Grown):
+                bytes_left -= len(each.text.encode())
+            yield from self._of_block(each, bytes_left)
         if delta.finish is not None:
             if not self.output:
                 yield from self._empty_message()
@@ -76,14 +79,15 @@ class ResponsesShape:
             yield self._event("response.created", {"response": response}, is_large)
             yield self._event("response.in_progress", {"response": response}, is_large)
 
-    def _of_block(self, event: BlockEvent) -> Iterator[NamedEvent]:
+    def _of_block(self, event: BlockEvent, bytes_left: int) -> Iterator[NamedEvent]:
+        """What shows the event, behind which its delta has so much more text."""
         match event:
             case Opened(block):
                 yield from self._open(block)
             case Grown(block, text):
                 yield from self._grow(block, text)
             case Closed(block):
-                yield from self._close(block)
+                yield from self._close(block, bytes_left)
 
     def _open(self, block: Block) -> Iterator[NamedEvent]:
         place = {"output_index": block.index, "item": self.items.begun(block)}
@@ -105,10 +109,10 @@ class ResponsesShape:
                 fields = {**self._place(block), "delta": text}
                 yield self._event("response.function_call_arguments.delta", fields)
 
-    def _close(self, block: Block) -> Iterator[NamedEvent]:
+    def _close(self, block: Block, bytes_left: int = 0) -> Iterator[NamedEvent]:
         item, is_large = self.items.whole(block, self._records(self._told)), _are_many(self._told)
         self._num_scores += num_scores(self._told)
-        self._told, self._untold = [], []
+        self._told, self._untold = [], self._last_untold(bytes_left)
         self.output.append(item)
         match item["type"]:
             case "message":
@@ -161,6 +165,14 @@ class ResponsesShape:
         number = self._num_events
         self._num_events += 1
         return NamedEvent(name, {"type": name, "sequence_number": number, **fields}, is_large)
+
+    def _last_untold(self, num_bytes: int) -> list[TokenLogprobs]:
+        """Of the last tokens, as many as it takes to spell so much: the others are of what has ended."""
+        at = len(self._untold)
+        while at and num_bytes > 0 and self.spelling is not None:
+            at -= 1
+            num_bytes -= len(self.spelling.bytes(self._untold[at].token_id) or b"")
+        return self._untold[at:]
 
     def _tell_logprobs(self) -> tuple[LongList, bool]:
         told, self._untold = self._untold, []
