@@ -24,6 +24,7 @@ from engine.errors import (
     RequestFailed,
     RequestRejected,
     StartRefused,
+    TemplateStopped,
     UnsupportedModel,
     frames_of,
 )
@@ -264,6 +265,7 @@ __all__ = [
     "StoredModel",
     "StructureKind",
     "StructuredOutput",
+    "TemplateStopped",
     "TextReading",
     "TokenLogprobs",
     "ToolChoice",

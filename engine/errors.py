@@ -44,6 +44,10 @@ class InvalidRequest(RequestRejected):
         self.param = param
 
 
+class TemplateStopped(InvalidRequest):
+    """The chat template was stopped at these messages for what they took; others like them take as much."""
+
+
 class ContextLengthExceeded(InvalidRequest):
     """The prompt, or the prompt with the tokens asked for, does not fit the model's context of `limit`."""
 

@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, Template
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
-from engine.errors import InvalidRequest, StartRefused
+from engine.errors import InvalidRequest, StartRefused, TemplateStopped
 from engine.text.template_sandbox import TemplateSandbox
 from engine.text.tools.plain_template import (
     mentions_tools,
@@ -83,7 +83,7 @@ class ChatTemplate:
                 return self._apply_plain(plain_messages(messages, tools), options)
             return self._apply_any_calls(messages, tools, options)
         except SecurityError as error:
-            raise InvalidRequest("the chat template was stopped by its sandbox", param="messages") from error
+            raise TemplateStopped("the chat template was stopped by its sandbox", param="messages") from error
         except TemplateError as error:
             reason = f"the chat template refused these messages: {_one_line(error)}"
             raise InvalidRequest(reason, param="messages") from error

@@ -11,7 +11,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from engine import DeadlineExceeded, Overloaded, RequestFailed
+from engine import DeadlineExceeded, Overloaded, RequestFailed, TemplateStopped
 from tests.e2e.http_server import MODEL, server_url
 from tests.e2e.wire import RawReply, Wire, ask
 from tests.support import tool_templates
@@ -212,6 +212,23 @@ async def test_several_messages_of_the_user_are_one_where_roles_take_turns() -> 
         ]
         refused = await post(url, {"input": items[3:4]})
     assert (refused.status, refused.json()["error"]["param"]) == (400, "input")
+
+
+class CostlyTemplate(FakeEngine):
+    """Its template takes too long for any conversation."""
+
+    async def render_chat(self, messages: Any, tools: Any = (), **more: Any) -> list[int]:
+        await super().render_chat(messages, tools, **more)
+        raise TemplateStopped("the chat template was stopped", param="messages")
+
+
+async def test_a_template_that_was_stopped_is_not_tried_with_other_messages() -> None:
+    """It holds the thread that tokenizes for all, up to its limit, each time."""
+    engine = CostlyTemplate()
+    async with server_url(engine) as url:
+        items = [USER, {"role": "developer", "content": "b"}, USER]
+        reply = await post(url, {"input": items})
+    assert (reply.status, reply.json()["error"]["param"], engine.num_encoded) == (400, "input", 1)
 
 
 async def test_what_the_user_says_behind_a_result_is_shown_behind_an_answer_where_roles_take_turns() -> None:

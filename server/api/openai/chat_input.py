@@ -11,6 +11,7 @@ from engine import (
     Engine,
     InvalidRequest,
     ReplyFormat,
+    TemplateStopped,
     ToolRules,
     joined_users,
     one_call_each,
@@ -49,7 +50,7 @@ class ChatInput:
                     add_special_tokens=add_special_tokens,
                     tenant=tenant,
                 )
-            except ContextLengthExceeded:
+            except (ContextLengthExceeded, TemplateStopped):
                 raise
             except InvalidRequest as error:
                 refusal = error

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine.errors import InvalidRequest, StartRefused
+from engine.errors import InvalidRequest, StartRefused, TemplateStopped
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from tests.support import tool_templates
@@ -99,7 +99,7 @@ def test_a_hostile_template_stops_the_start(directory: Path, template: str) -> N
 def test_a_template_hostile_to_some_messages_only_is_stopped_there(directory: Path) -> None:
     tokenizer = Tokenizer(directory, "{% if messages | length > 1 %}{{ ''.__class__.__mro__ }}{% endif %}ok")
     assert tokenizer.render_chat_text(HELLO) == "ok"
-    with pytest.raises(InvalidRequest, match="stopped by its sandbox"):
+    with pytest.raises(TemplateStopped, match="stopped by its sandbox"):
         tokenizer.render_chat_text(HELLO * 2)
 
 
