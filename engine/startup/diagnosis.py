@@ -160,5 +160,6 @@ class Diagnosis:
         try:
             return check()
         except StartRefused as refusal:
-            self.problems.append(str(refusal))
+            if str(refusal) not in self.problems:  # several checks meet a folder that cannot be read
+                self.problems.append(str(refusal))
             return None

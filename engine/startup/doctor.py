@@ -75,7 +75,7 @@ def diagnose(settings: Settings, *, reads_tokenizer: bool = True) -> Diagnosis:
     if device is not None:
         found.device = _describe_device(device, settings.model.device)
     found.attempt(lambda: examine_embeddings(found, settings))
-    if is_embedding_model(settings.model, may_fetch=False):
+    if found.attempt(lambda: is_embedding_model(settings.model, may_fetch=False)):
         return found
     source = found.attempt(lambda: find_model(settings.model, settings.home))
     if source is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.compute.loading.model_files import first_line, read_config, read_json
+from engine.compute.loading.model_files import first_line, holds, read_config, read_json
 from engine.errors import StartRefused, UnsupportedModel
 
 MODULES_FILE = "modules.json"
@@ -56,7 +56,7 @@ class EmbeddingFolder:
 
 def is_embedding_folder(directory: Path) -> bool:
     """Whether the model in `directory` gives vectors or scores rather than text."""
-    if (directory / MODULES_FILE).is_file():
+    if holds(directory, MODULES_FILE):
         return True
     return any(name.endswith((CLASSIFIER, "BertModel")) for name in _architectures(directory))
 
@@ -140,7 +140,7 @@ def _sequence_length(directory: Path, bert: Mapping[str, Any]) -> int | None:
 
 def _architectures(directory: Path) -> list[str]:
     """What `config.json` names; none where it is missing. Raises StartRefused."""
-    if not (directory / "config.json").is_file():
+    if not holds(directory, "config.json"):
         return []
     return read_config(directory).get("architectures") or []
 

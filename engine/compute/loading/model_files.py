@@ -49,7 +49,7 @@ def check_model_files(directory: Path) -> None:
 
 def check_configuration(directory: Path) -> None:
     """The part of `check_model_files` that needs no weights."""
-    if not (directory / "config.json").is_file():
+    if not holds(directory, "config.json"):
         raise StartRefused(f"{directory} is no model directory: it has no config.json.")
     if (directory / "adapter_config.json").exists():
         raise StartRefused(
@@ -67,6 +67,14 @@ def check_configuration(directory: Path) -> None:
     needs_class = tokenizer.is_file() and not (directory / "tokenizer.json").is_file()
     if needs_class and read_json(tokenizer).get("auto_map"):
         raise StartRefused(f"{directory}: the tokenizer needs Python code (auto_map), which is never run.")
+
+
+def holds(directory: Path, name: str) -> bool:
+    """Whether there is such a file. Raises StartRefused where the system says nothing of what is in there."""
+    try:
+        return (directory / name).is_file()
+    except OSError as error:  # closed to this user, above all
+        raise StartRefused(f"{directory} cannot be read: {error.strerror}.") from error
 
 
 def gguf_of(directory: Path) -> Path | None:

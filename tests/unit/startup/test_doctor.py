@@ -170,7 +170,20 @@ def drop_config(directory: Path) -> None:
     (directory / "config.json").unlink()
 
 
-@pytest.mark.parametrize("damage", [break_weights, break_template, break_tokenizer, make_bert, drop_config])
+def break_config(directory: Path) -> None:
+    (directory / "config.json").write_text("{")
+
+
+def close_folder(directory: Path) -> None:
+    """As one that another user keeps to himself: the system refuses to say what is in it."""
+    drop_config(directory)
+    (directory / "config.json").symlink_to("x" * 300)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [break_weights, break_template, break_tokenizer, make_bert, drop_config, break_config, close_folder],
+)
 def test_a_damaged_model_is_a_problem_in_the_same_words(damage: object, model: Path, tmp_path: Path) -> None:
     directory = Path(shutil.copytree(model, tmp_path / "model"))
     assert callable(damage)
