@@ -43,7 +43,7 @@ from engine.compute.drafters.medusa_heads import (
     sample_weights,
 )
 from engine.compute.loading.loader import LoadedModel
-from engine.compute.loading.model_files import first_line, read_json
+from engine.compute.loading.model_files import bad_weights, read_json
 from engine.errors import StartRefused
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
@@ -346,7 +346,7 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
     try:
         return {name.replace("layers.0.", "midlayer."): tensor for name, tensor in load_file(path).items()}
     except (OSError, SafetensorError) as error:
-        raise StartRefused(f"{path} is missing or damaged: {first_line(error)}.") from error
+        raise bad_weights(path, error, "missing or damaged") from error
 
 
 def _check_widths(path: Path, layer: EagleLayer) -> None:

@@ -27,7 +27,7 @@ from torch import nn
 
 from engine.compute.drafters.draft_tree import DraftTree
 from engine.compute.loading.loader import LoadedModel
-from engine.compute.loading.model_files import first_line, read_json
+from engine.compute.loading.model_files import bad_weights, read_json
 from engine.errors import StartRefused
 
 MODEL_TYPE = "slipstream-medusa"
@@ -316,7 +316,7 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise StartRefused(f"{path} is damaged or incomplete: {first_line(error)}.") from error
+        raise bad_weights(path, error) from error
 
 
 def _check_sample(directory: Path, theirs: torch.Tensor, ours: torch.Tensor) -> None:

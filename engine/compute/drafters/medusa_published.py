@@ -31,7 +31,7 @@ from engine.compute.drafters.medusa_heads import (
     check_tensors,
 )
 from engine.compute.loading.loader import LoadedModel
-from engine.compute.loading.model_files import first_line, read_json
+from engine.compute.loading.model_files import bad_weights, read_json
 from engine.errors import StartRefused
 
 WEIGHTS = "medusa_lm_head.safetensors"
@@ -107,7 +107,7 @@ def _read_weights(path: Path) -> Mapping[str, torch.Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise StartRefused(f"{path} is damaged: {first_line(error)}.") from error
+        raise bad_weights(path, error) from error
 
 
 def _our_names(path: Path, weights: Mapping[str, torch.Tensor], num_blocks: int) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.drafters.mtp_layouts import MtpLayout
 from engine.compute.loading.layer_probe import probe_layers
 from engine.compute.loading.loader import LoadedModel, misfit
-from engine.compute.loading.model_files import first_line, weight_files
+from engine.compute.loading.model_files import bad_weights, first_line, weight_files
 from engine.compute.loading.progress_bars import no_progress_bars, no_remarks
 from engine.compute.loading.quantized_files import unpack_files
 from engine.compute.loading.support import read_architecture, weight_format_of
@@ -270,7 +270,7 @@ def _read_tensors(
             with safe_open(path, framework="pt") as file:
                 found |= {name: file.get_tensor(name) for name in file.keys() if wanted(name)}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
-            raise StartRefused(f"{path} is damaged or incomplete: {first_line(error)}.") from error
+            raise bad_weights(path, error) from error
     return found
 
 

@@ -44,7 +44,7 @@ def check_model_files(directory: Path) -> None:
             with safe_open(path, framework="pt"):  # compares the header with the file's size
                 pass
         except (OSError, SafetensorError) as error:
-            raise StartRefused(f"{path} is damaged or incomplete: {first_line(error)}.") from error
+            raise bad_weights(path, error) from error
 
 
 def check_configuration(directory: Path) -> None:
@@ -137,7 +137,7 @@ def stored_numbers(paths: Iterable[Path], whole: Collection[str] = ()) -> dict[s
                     if name in whole or tensor.get_dtype().startswith(("F", "BF")):
                         found[name] = prod(tensor.get_shape())
         except (OSError, SafetensorError) as error:
-            raise StartRefused(f"{path} is damaged or incomplete: {first_line(error)}.") from error
+            raise bad_weights(path, error) from error
     return found
 
 
@@ -178,6 +178,21 @@ def read_json_value(path: Path, name: str) -> Any:
         if found := re.search(rf'"{re.escape(name)}"\s*:\s*(?=\[)', text):
             return json.JSONDecoder().raw_decode(text, found.end())[0]
     return read_json(path).get(name)
+
+
+def bad_weights(path: Path, error: Exception, how: str = "damaged or incomplete") -> StartRefused:
+    """The refusal of a safetensors file that could not be read; `error` is what the library says of it.
+
+    That writes files which their owner alone may read, and calls those of others missing.
+    """
+    try:
+        with path.open("rb"):
+            pass
+    except PermissionError as reason:
+        return StartRefused(f"{path} cannot be read: {reason.strerror}.")
+    except OSError:
+        pass  # which the library has said, too
+    return StartRefused(f"{path} is {how}: {first_line(error)}.")
 
 
 def first_line(error: BaseException) -> str:

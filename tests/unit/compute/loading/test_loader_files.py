@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import Qwen2ForCausalLM
 
 from config import ModelSettings
 from engine.compute.embedding.folder import is_embedding_folder
+from engine.compute.loading import model_files
 from engine.compute.loading.loader import load_model
 from engine.compute.loading.model_files import check_model_files
 from engine.compute.loading.support import read_architecture
@@ -126,6 +128,26 @@ def test_damaged_weights_are_one_clear_line(llama: Path, damage: Callable[[Path]
     with pytest.raises(StartRefused, match=r"model\.safetensors is damaged or incomplete: ") as refused:
         load_model(llama, FLOAT32)
     assert "\n" not in str(refused.value)
+
+
+def test_weights_that_are_closed_to_this_user_are_not_called_damaged(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To root nothing is closed: the system and the library say here what they would say to others."""
+    open_path = Path.open
+
+    def refuse(path: Path, mode: str = "r", **others: Any) -> IO[Any]:
+        if path.suffix == ".safetensors":
+            raise PermissionError(13, "Permission denied")
+        return open_path(path, mode, **others)
+
+    def find_nothing(path: Path, framework: str) -> None:
+        raise FileNotFoundError(f"No such file or directory: {path}")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(model_files, "safe_open", find_nothing)
+    with pytest.raises(StartRefused, match=r"model\.safetensors cannot be read: Permission denied\.$"):
+        check_model_files(llama)
 
 
 def test_sharded_weights_are_read_and_a_missing_shard_is_named(llama: Path) -> None:
