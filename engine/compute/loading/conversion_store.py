@@ -41,9 +41,9 @@ def convert_once(source: Path, models: Path, convert: Callable[[Path, Path], Non
         target = models / f"{_plain_name(source)}-{_fingerprint(source, version)}"
     except OSError as error:
         raise StartRefused(f"{source} cannot be read: {error.strerror}.") from error
-    if target.is_dir():
-        return target
     try:
+        if target.is_dir():
+            return target
         models.mkdir(parents=True, exist_ok=True)
         with _exclusive(target):
             if not target.is_dir():

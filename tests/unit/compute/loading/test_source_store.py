@@ -157,6 +157,13 @@ def test_a_home_that_cannot_be_written_is_one_line(source: Path, tmp_path: Path)
         convert_once(source, tmp_path / "home" / "models", write, 1)
 
 
+def test_a_home_that_cannot_be_looked_into_is_one_line(source: Path, tmp_path: Path) -> None:
+    """As one of another user: the system refuses to say what is in there."""
+    models = tmp_path / ("x" * 300) / "models"
+    with pytest.raises(StartRefused, match=r"cannot be stored in .*x/models: File name too long"):
+        convert_once(source, models, write, 1)
+
+
 def test_a_source_that_cannot_be_read_is_one_line(models: Path, tmp_path: Path) -> None:
     with pytest.raises(StartRefused, match=r"none\.gguf cannot be read: No such file"):
         convert_once(tmp_path / "none.gguf", models, write, 1)
