@@ -74,7 +74,7 @@ def _known(name: str) -> Iterator[str]:
             yield path.name.removeprefix("models--").replace("--", "/")
     folder = Path(os.path.expanduser(name)).parent
     for path in _listed(folder):
-        if path.suffix.lower() == ".gguf" or (path / "config.json").is_file():
+        if path.suffix.lower() == ".gguf" or os.path.isfile(path / "config.json"):
             yield f"./{path}" if folder == Path() else str(path)
 
 

@@ -139,6 +139,14 @@ def test_a_name_that_is_nearly_one_at_hand_is_told_so(
         assert f"; did you mean {meant.format(folder=tmp_path)}?" in said
 
 
+def test_a_folder_beside_it_that_is_closed_is_not_meant(tmp_path: Path, hub: Path) -> None:
+    """As lost+found on a disk of models: the system refuses to say what is in there."""
+    closed = tmp_path / "llama"
+    closed.mkdir()
+    (closed / "config.json").symlink_to("x" * 300)
+    assert "did you mean" not in refusal_of(tmp_path, f"{tmp_path}/lama")
+
+
 def test_a_repo_of_pickled_weights_is_refused(tmp_path: Path, hub: Path) -> None:
     snapshot = save_tiny_model("llama", cached_repo(hub, "org/pickled"))
     (snapshot / "model.safetensors").rename(snapshot / "pytorch_model.bin")
