@@ -72,8 +72,13 @@ def pull_model(name: str, revision: str | None) -> Path:
 
 
 def is_file_name(path: Path) -> bool:
-    """True for the path of a GGUF file, there or not; `ORG/REPO:file.gguf` is one of a repo's."""
-    return path.suffix.lower() == ".gguf" and (os.path.exists(path) or ":" not in path.name)
+    """True for the path of a GGUF file, there or not; `ORG/REPO:file.gguf` is one of a repo's.
+
+    A directory is one of a model, whatever it is called.
+    """
+    if path.suffix.lower() != ".gguf" or os.path.isdir(path):
+        return False
+    return os.path.exists(path) or ":" not in path.name
 
 
 def installed_model(name: str, prefix: Path | None = None) -> Path:

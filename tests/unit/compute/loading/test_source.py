@@ -51,6 +51,12 @@ def test_a_directory_is_itself(tmp_path: Path) -> None:
     assert resolve(tmp_path, directory) == directory
 
 
+def test_a_directory_may_be_called_as_a_file_is(tmp_path: Path) -> None:
+    directory = save_tiny_model("llama", tmp_path / "model.gguf")
+    assert resolve(tmp_path, directory) == directory
+    assert find_model(ModelSettings(model=str(directory)), tmp_path / "home").directory == directory
+
+
 def test_a_gguf_file_is_converted_under_home(tmp_path: Path) -> None:
     directory = resolve(tmp_path, save_tiny_gguf(tmp_path / "tiny.GGUF"))
     assert directory.parent == tmp_path / "home" / "models"
