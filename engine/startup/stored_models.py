@@ -18,7 +18,7 @@ from engine.compute.loading.gguf_file import GgufFile, part_paths, read_gguf
 from engine.compute.loading.gguf_settings import read_gguf_config
 from engine.compute.loading.hub_files import HubName, gguf_models, has_safetensors, short_pick
 from engine.compute.loading.missing_model import BUILT_IN
-from engine.compute.loading.model_files import check_model_files, first_line, gguf_of, weight_files
+from engine.compute.loading.model_files import GGUF_FILE, check_model_files, first_line, weight_files
 from engine.compute.loading.model_source import find_bundled_gguf, installed_model
 from engine.compute.loading.support import Architecture, check_supported, find_model_class, read_architecture
 from engine.errors import StartRefused
@@ -59,7 +59,7 @@ def _converted(home: Path) -> Iterator[StoredModel]:
     if os.path.isdir(models) and os.access(models, os.R_OK | os.X_OK):
         for path in sorted(models.iterdir()):
             # Unfinished ones have a dot; some have only the texts of a GGUF file that is run as it is.
-            if path.is_dir() and not path.name.startswith(".") and gguf_of(path) is None:
+            if path.is_dir() and not path.name.startswith(".") and not os.path.isfile(path / GGUF_FILE):
                 yield _directory(str(path), None, "converted copy", path)
 
 
@@ -76,7 +76,7 @@ def _cached(repo: CachedRepoInfo, revision: CachedRevisionInfo) -> Iterator[Stor
 
 
 def _directory(name: str, revision: str | None, kept_in: str, directory: Path) -> StoredModel:
-    paths = [path for path in directory.rglob("*") if path.is_file() and path.suffix.lower() != ".gguf"]
+    paths = [path for path in directory.rglob("*") if os.path.isfile(path) and path.suffix.lower() != ".gguf"]
     weights = [path for path in paths if path.suffix in (".safetensors", ".bin")]
     last_used = _last_used(weights or paths)
     reason, stored = None, "safetensors" if any(path.suffix == ".safetensors" for path in weights) else "-"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from engine.compute.loading.gguf_file import part_names
@@ -39,7 +40,7 @@ def fetch_model(name: HubName, revision: str | None) -> Path:
 
 def cached_gguf(name: HubName, directory: Path) -> Path | None:
     """The GGUF file that `name` means in a repo's snapshot; None when not all is there or none is meant."""
-    files = [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
+    files = [path.relative_to(directory).as_posix() for path in directory.rglob("*") if os.path.isfile(path)]
     try:
         found = gguf_name(name, files)
     except StartRefused:  # the repo may have what the cache has not
@@ -52,7 +53,10 @@ def _from_cache(name: HubName, revision: str | None) -> Path:
     directory = cached_snapshot(name, revision)
     if (gguf := cached_gguf(name, directory)) is not None:
         return gguf
-    weights = any(path.suffix in (".safetensors", ".bin") for path in directory.iterdir())
+    try:
+        weights = any(path.suffix in (".safetensors", ".bin") for path in directory.iterdir())
+    except OSError as error:  # closed to this user
+        raise StartRefused(f"{directory} cannot be read: {error.strerror}.") from error
     if name.pick is not None or not weights:
         raise StartRefused(not_fetched(str(name), revision))
     check_model_files(directory)

@@ -86,6 +86,17 @@ def test_what_cannot_be_served_says_why(cache: Path, tmp_path: Path) -> None:
     assert found["org/xlstm"].reason
 
 
+def test_a_converted_model_that_is_closed_says_so_beside_the_others(cache: Path, tmp_path: Path) -> None:
+    closed = tmp_path / "home" / "models" / "closed"
+    closed.mkdir(parents=True)
+    for file in ("gguf.json", "modules.json"):
+        (closed / file).symlink_to("x" * 300)
+    save_tiny_model("llama", closed.with_name("tiny"))
+    found, _ = list_models(tmp_path / "home")
+    reasons = {Path(each.name).name: each.reason for each in found}
+    assert reasons == {"tiny": None, "closed": f"{closed} cannot be read: File name too long."}
+
+
 def test_models_that_embed_or_score_texts_can_be_served(cache: Path, tmp_path: Path) -> None:
     save_embedder(snapshot(cache, "org/vectors"))
     save_cross_encoder(snapshot(cache, "org/scores"))

@@ -89,6 +89,15 @@ def test_a_cached_repo_is_found_offline(tmp_path: Path, hub: Path) -> None:
     assert resolve(tmp_path, "org/tiny") == snapshot
 
 
+def test_a_cached_repo_that_is_closed_is_one_line(tmp_path: Path, hub: Path) -> None:
+    """As one that a container has fetched for another user: the system refuses to say what is in there."""
+    snapshot = cached_repo(hub, "org/tiny")
+    for file in ("config.json", "model.safetensors"):
+        (snapshot / file).symlink_to("x" * 300)
+    with pytest.raises(StartRefused, match=f"{COMMIT} cannot be read: File name too long"):
+        find_model(ModelSettings(model="org/tiny"), tmp_path / "home")
+
+
 def test_the_revision_is_honoured(tmp_path: Path, hub: Path) -> None:
     snapshot = save_tiny_model("llama", cached_repo(hub, "org/tiny", "v2"))
     assert resolve(tmp_path, "org/tiny", "v2") == snapshot
