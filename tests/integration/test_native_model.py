@@ -25,6 +25,7 @@ from engine.compute.native.modules import NativeAttention, NativeLinear, NativeM
 from engine.compute.native.router import NativeRouter
 from engine.compute.recurrent.recurrent_forward import RecurrentForward
 from engine.compute.recurrent.slot_mixers import SlotMixer
+from engine.compute.recurrent.state_memory import MemorySizes, StateMemory
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.runner.self_check import packed_sample
@@ -40,7 +41,7 @@ from tests.support.native import (
     pretend_every_instruction,
 )
 from tests.support.packed import as_loaded, plain_logits, random_schedule, random_tokens, run_schedule
-from tests.support.recurrent import load_recurrent
+from tests.support.recurrent import load_recurrent, run_pieces
 from tests.support.repetitive_world import WORDS, repetitive_model
 from tests.support.speculated import engine_of, single_threaded
 from tests.support.tiny_models import RECURRENT_FAMILIES, save_tiny_model, tiny_model
@@ -146,6 +147,47 @@ def test_a_tokens_experts_are_the_same_in_any_company(family: str, kernels: Nati
 
     alone = logits(1)
     assert all(torch.equal(logits(most), alone) for most in (2, 9, 32))
+
+
+_TWO_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+# Attention whose projections, gates or norms stay as they are; with heads as wide as the kernels need them.
+ATTENDED: dict[str, dict[str, Any]] = {
+    "bamba_hybrid": _TWO_HEADS,
+    "granite_hybrid": _TWO_HEADS,
+    "granite_hybrid_moe": _TWO_HEADS,
+    "lfm2_hybrid": _TWO_HEADS,
+    "llama4": {"head_dim": 32},
+    "nemotron_h_hybrid": {"head_dim": 32},
+    "phi3": _TWO_HEADS,
+    "qwen3_5_hybrid": {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "qwen3_next_hybrid": {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+}
+
+
+@pytest.mark.parametrize("family", ATTENDED)
+def test_a_token_has_its_bits_in_any_company_where_attention_is_not_replaced(
+    family: str, kernels: NativeKernels
+) -> None:
+    """The kernels attend all the same: torch rounds a token alone and among drafts differently."""
+    loaded = as_loaded(tiny_model(family, dtype=torch.bfloat16, **ATTENDED[family]))
+    native = install.install(loaded, kernels)
+    assert native.kernels is None and native.row_attention is kernels
+    lengths = [50, 5, 30]
+    texts = [random_tokens(np.random.default_rng(3), length) for length in lengths]
+
+    def logits(max_chunk: int) -> torch.Tensor:
+        rng = np.random.default_rng(max_chunk)
+        steps = random_schedule(rng, lengths, max_chunk)
+        if not native.keeps_state:
+            return torch.cat(run_schedule(PackedForward(native), texts, steps, 4, rng))
+        forward = RecurrentForward(native)
+        memory = StateMemory(forward, MemorySizes(num_blocks=64, block_size=4, num_slots=3))
+        pieces = run_pieces(forward, memory, dict(enumerate(texts)), steps)
+        return torch.cat([pieces[seat] for seat in range(3)])
+
+    with torch.inference_mode():
+        alone = logits(1)
+        assert all(torch.equal(logits(most), alone) for most in (4, 32))
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
@@ -268,17 +310,17 @@ def _doubled(self: Any, hidden_states: torch.Tensor, *args: Any, **options: Any)
 def test_modules_that_do_more_stay_as_they_are(
     change: Any, left: tuple[int, ...], kernels: NativeKernels
 ) -> None:
-    plain, changed = fresh("llama"), fresh("llama")
-    for loaded in (plain, changed):
+    plain, changed, exact = fresh("llama"), fresh("llama"), fresh("llama", torch.float32)
+    for loaded in (plain, changed, exact):
         change(loaded.model)
     native = install.install(changed, kernels)
     assert counts(native.model)[:3] == left
     tokens = random_tokens(np.random.default_rng(0), 30)
-    results = [
-        run_schedule(PackedForward(loaded), [tokens], [[(0, 30)]], 4, np.random.default_rng(1))[0].float()
-        for loaded in (plain, native)
-    ]
-    assert (results[0] - results[1]).norm() < 0.05 * results[0].norm()
+    theirs, ours, true = (
+        run_schedule(PackedForward(loaded), [tokens], [[(0, 30)]], 4, np.random.default_rng(1))[0]
+        for loaded in (plain, native, exact)
+    )
+    assert_within_rounding(ours, theirs, true)
 
 
 # --- one token's bits ---

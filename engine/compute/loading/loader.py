@@ -77,7 +77,8 @@ class LoadedModel:
     tokenizer's. `eos_token_ids` end a request that does not ignore EOS. `layers` has one entry for each
     layer that keeps keys and values, `states` for each that keeps a recurrent state, in order of their
     `layer_idx`; either may be empty, and a layer may have both: `attending` are the `layer_idx` of
-    `layers`. `kernels` attend for all layers where these were replaced to use them; `team` has the
+    `layers`. `row_attention` attends on a CPU in place of torch, each token by itself, so that drafts and
+    crowds change no bit; `kernels` is the same where all attention was replaced to use it. `team` has the
     threads of what else was replaced, too, None where nothing was. `state_kernel` advances recurrent
     states in place of torch. `kernels_used` says in words which kernels compute the model, and why no others.
     Its K/V is kept in `kept_kv`; None is `dtype`.
@@ -92,6 +93,7 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     layers: tuple[LayerKv, ...]
     states: tuple[LayerState, ...] = ()
+    row_attention: attention.RowAttention | None = None
     kernels: attention.RowAttention | None = None
     team: ComputeTeam | None = None
     state_kernel: StateKernel | None = None

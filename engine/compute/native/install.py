@@ -18,7 +18,7 @@ from engine.compute.native.compiler import find_compiler, find_library, library
 from engine.compute.native.decoder import NativeDecoder, gives_head_alone
 from engine.compute.native.families import is_known, is_whole
 from engine.compute.native.forms import KernelBuild, NativeUnavailable, choose_build
-from engine.compute.native.kernels import NativeKernels
+from engine.compute.native.kernels import NativeKernels, can_attend
 from engine.compute.native.mixture import NativeMixture
 from engine.compute.native.modules import NativeActivation, activation_of
 from engine.compute.native.observation import observe
@@ -171,7 +171,9 @@ def _install(
     if not count and not has_blocks:
         raise _nothing_to_do(loaded)
     if 0 < count[Place.ATTENTION] == len(loaded.layers):
-        loaded = replace(loaded, kernels=kernels)
+        loaded = replace(loaded, kernels=kernels, row_attention=kernels)
+    elif attends(loaded):
+        loaded = replace(loaded, row_attention=kernels)
     loaded = replace(loaded, team=kernels.team, state_kernel=NativeScans(kernels))
     after = packed_sample(forward_of(loaded))
     difference = packed_difference(after, before, loaded.dtype, has_blocks)
@@ -179,6 +181,15 @@ def _install(
         raise LogitsChanged(difference)
     log.debug("compiled kernels compute %s", _listed(count))
     return loaded, after
+
+
+def attends(loaded: LoadedModel) -> bool:
+    """Whether the kernels can attend for every layer, whatever computes its projections."""
+    try:
+        num_heads = loaded.config.num_attention_heads
+    except (AttributeError, RuntimeError):  # it has another name, or each layer has a number of its own
+        return False
+    return isinstance(num_heads, int) and all(can_attend(layer, num_heads) for layer in loaded.layers)
 
 
 def join_layers(loaded: LoadedModel, kernels: NativeKernels, before: torch.Tensor | None = None) -> None:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from engine.compute.attention import LayerCall, PagedRows
 from engine.compute.attention.huge_pages import HugePages
 from engine.compute.attention.kv_rows import SCALE_BYTES
+from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.native.block_panels import F8_E4M3, PLAIN, BlockPanels, joined
 from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.packed_weights import PackedWeights
@@ -330,7 +331,7 @@ class NativeKernels:
     ) -> torch.Tensor:
         """See RowAttention."""
         keys, values = pages
-        query = query.contiguous()
+        asked, query = query, query.to(self.dtype).contiguous()
         output = torch.empty_like(query)
         record = self.attention_record(rows, keys, query.shape[1])
         record.query, record.keys, record.values = query.data_ptr(), keys.data_ptr(), values.data_ptr()
@@ -340,7 +341,7 @@ class NativeKernels:
         sinks = None if call.sinks is None else call.sinks.float().contiguous()
         record.sinks = None if sinks is None else sinks.data_ptr()
         self._attend(self.team.handle, record)
-        return output
+        return output.to(asked.dtype)
 
     def attention_record(self, rows: PagedRows, pages: torch.Tensor, heads: int) -> Attention:
         """What of a step's attention is the same in all layers of `heads` and of `pages` like these.
@@ -411,6 +412,19 @@ def _memory_for(shape: Sequence[int], dtype: torch.dtype, pages: HugePages) -> t
 def norm_record(norm: NormWeights | None) -> Norm:
     """A norm as the kernels take it; None for no norm."""
     return NO_NORM if norm is None else norm.record
+
+
+def can_attend(layer: LayerKv, num_heads: int) -> bool:
+    """Whether `attend` knows keys and values such as a layer of so many query heads keeps."""
+    dim, num_kv_heads = layer.key_dim, layer.num_kv_heads
+    return (
+        dim == layer.value_dim
+        and 0 < dim <= MAX_HEAD_DIM
+        and dim % PANEL == 0
+        and not (layer.biased or layer.value_in_key)
+        and num_heads % num_kv_heads == 0
+        and num_heads <= MAX_GROUP * num_kv_heads
+    )
 
 
 def head_dim(pages: torch.Tensor) -> int:

@@ -47,7 +47,7 @@ class PackedForward:
         self._feature_layers = tuple(feature_layers)
         self.backend = choose_backend(
             loaded.device,
-            loaded.kernels,
+            loaded.row_attention,
             biased=any(layer.biased for layer in loaded.layers),
             kept=loaded.kept_kv,
         )
