@@ -19,11 +19,20 @@ from engine import GenerationRequest, SamplingParams
 from engine.compute.attention.kv_tensors import bytes_per_block
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.loading.loader import load_model
+from engine.compute.native.install import install
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.runner.self_check import check_forward
 from tests.matrix.reduced import causal_classes, reduced_config
-from tests.support.packed import as_loaded, plain_logits, random_schedule, random_tokens, run_schedule
+from tests.support.native import compiled_kernels
+from tests.support.packed import (
+    as_loaded,
+    is_the_same_in_any_company,
+    plain_logits,
+    random_schedule,
+    random_tokens,
+    run_schedule,
+)
 from tests.support.quantized_checkpoints import gptq
 from tests.support.speculated import engine_of, single_threaded
 from tests.support.tiny_models import tiny_tokenizer
@@ -38,13 +47,15 @@ def small() -> Any:
         yield
 
 
-def model_of(name: str) -> PreTrainedModel:
-    config = next(config for config, model in causal_classes() if model.__name__ == name)
+def model_of(name: str, dtype: torch.dtype = torch.float32, **changes: int) -> PreTrainedModel:
+    config = reduced_config(next(config for config, model in causal_classes() if model.__name__ == name))
+    for attribute, value in changes.items():
+        setattr(config, attribute, value)
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        reduced_config(config), attn_implementation="eager", dtype=torch.float32
+        config, attn_implementation="eager", dtype=torch.float32
     )
-    return model.requires_grad_(False).eval()
+    return model.to(dtype).requires_grad_(False).eval()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -60,6 +71,23 @@ def test_logits_are_transformers_own_in_any_schedule(name: str) -> None:
         packed = run_schedule(PackedForward(loaded), sequences, schedule, block_size, rng)
         for logits, expected in zip(packed, wanted, strict=True):
             torch.testing.assert_close(logits, expected[: len(logits)], rtol=1e-4, atol=1e-4)
+
+
+WIDE = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "head_dim": 32, "qk_head_dim": 48}  # as kernels need them
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_kernels_attend_to_latents_and_a_token_has_its_bits_in_any_company(name: str) -> None:
+    plain, exact = model_of(name, torch.bfloat16, **WIDE), model_of(name, **WIDE)
+    native = install(as_loaded(model_of(name, torch.bfloat16, **WIDE)), compiled_kernels())
+    assert set(native.layers) == {LayerKv(1, 96, 64, value_in_key=True)} and native.row_attention is not None
+    assert is_the_same_in_any_company(PackedForward(native))
+    tokens = random_tokens(np.random.default_rng(2), 40)
+    (ours,) = run_schedule(
+        PackedForward(native), [tokens], [[(0, 25)], [(0, 15)]], 4, np.random.default_rng(3)
+    )
+    theirs, true = (plain_logits(as_loaded(each), tokens).float() for each in (plain, exact))
+    assert (ours.float() - true).norm() <= 2 * (theirs - true).norm()
 
 
 @torch.inference_mode()

@@ -45,8 +45,10 @@ class PagedStep:
 
     def attend(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """See StepAttention."""
-        pages = self._kv.keys[call.layer], self._kv.values[call.layer]
-        return self._kernel.attend(query, pages, self.rows, call)
+        keys, layer = self._kv.keys[call.layer], self._kv.layers[call.layer]
+        if layer.value_in_key:  # the rest of the key comes with it
+            return self._kernel.attend(query, (keys, keys), self.rows, call)[..., : layer.value_dim]
+        return self._kernel.attend(query, (keys, self._kv.values[call.layer]), self.rows, call)
 
 
 class CpuStep:

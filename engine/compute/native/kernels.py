@@ -49,6 +49,7 @@ PANEL = 32  # columns of packed weights that lie together
 VECTOR = 16
 MAX_GROUP = 64  # query heads a KV head
 MAX_HEAD_DIM = 512
+MAX_ATTENDED_DIM = 1024  # where nothing of heads is rotated or normed by kernels
 _REGION_BYTES = 64 << 20  # of huge pages for weights, of which the last one is half empty
 _SMALL_BYTES = 1 << 18  # of a tiny model's weights, which are not worth a page
 
@@ -418,10 +419,10 @@ def can_attend(layer: LayerKv, num_heads: int) -> bool:
     """Whether `attend` knows keys and values such as a layer of so many query heads keeps."""
     dim, num_kv_heads = layer.key_dim, layer.num_kv_heads
     return (
-        dim == layer.value_dim
-        and 0 < dim <= MAX_HEAD_DIM
+        (dim == layer.value_dim or layer.value_in_key)
+        and 0 < dim <= MAX_ATTENDED_DIM
         and dim % PANEL == 0
-        and not (layer.biased or layer.value_in_key)
+        and not layer.biased
         and num_heads % num_kv_heads == 0
         and num_heads <= MAX_GROUP * num_kv_heads
     )
