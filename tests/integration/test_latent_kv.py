@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,11 @@ def small() -> Any:
         yield
 
 
-def model_of(name: str, dtype: torch.dtype = torch.float32, **changes: int) -> PreTrainedModel:
+def model_of(
+    name: str, changes: Mapping[str, int] | None = None, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     config = reduced_config(next(config for config, model in causal_classes() if model.__name__ == name))
-    for attribute, value in changes.items():
+    for attribute, value in (changes or {}).items():
         setattr(config, attribute, value)
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -78,8 +81,8 @@ WIDE = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "head_dim": 32, "qk_head_dim
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_kernels_attend_to_latents_and_a_token_has_its_bits_in_any_company(name: str) -> None:
-    plain, exact = model_of(name, torch.bfloat16, **WIDE), model_of(name, **WIDE)
-    native = install(as_loaded(model_of(name, torch.bfloat16, **WIDE)), compiled_kernels())
+    plain, exact = model_of(name, WIDE, torch.bfloat16), model_of(name, WIDE)
+    native = install(as_loaded(model_of(name, WIDE, torch.bfloat16)), compiled_kernels())
     assert set(native.layers) == {LayerKv(1, 96, 64, value_in_key=True)} and native.row_attention is not None
     assert is_the_same_in_any_company(PackedForward(native))
     tokens = random_tokens(np.random.default_rng(2), 40)

@@ -26,7 +26,7 @@ from engine.compute.native.places import Place, find_places
 from engine.compute.native.quantization import quantize, unquantized
 from engine.compute.native.replacement import make_equal, names_to_observe
 from engine.compute.native.router import NativeScaledRouter
-from engine.compute.native.scratch import foreseen_bytes
+from engine.compute.native.scratch import attention_bytes, foreseen_bytes
 from engine.compute.native.state_scans import NativeScans
 from engine.compute.native.stored import kernels_of
 from engine.compute.runner.scratch_pass import forward_of
@@ -144,12 +144,10 @@ def foresee(outline: LoadedModel, home: Path, asked: str, *, formats: bool = Fal
 
 def foresee_scratch(outline: LoadedModel, num_threads: int, num_tokens: int) -> int:
     """The most bytes that the kernels would work in for steps of so many tokens, where they attend."""
-    attentions = sum(
-        place.name_of_kind == Place.ATTENTION for place in find_places(outline.model, outline.dtype)
-    )
-    if not attentions or attentions != len(outline.layers):
-        return 0
-    return foreseen_bytes(outline, num_threads, num_tokens)
+    places = find_places(outline.model, outline.dtype)
+    if 0 < sum(place.name_of_kind == Place.ATTENTION for place in places) == len(outline.layers):
+        return foreseen_bytes(outline, num_threads, num_tokens)
+    return attention_bytes(outline.layers, num_threads) if places and attends(outline) else 0
 
 
 def install(loaded: LoadedModel, kernels: NativeKernels) -> LoadedModel:
@@ -189,7 +187,8 @@ def attends(loaded: LoadedModel) -> bool:
         num_heads = loaded.config.num_attention_heads
     except (AttributeError, RuntimeError):  # it has another name, or each layer has a number of its own
         return False
-    return isinstance(num_heads, int) and all(can_attend(layer, num_heads) for layer in loaded.layers)
+    shapes = loaded.layers
+    return bool(shapes) and isinstance(num_heads, int) and all(can_attend(each, num_heads) for each in shapes)
 
 
 def join_layers(loaded: LoadedModel, kernels: NativeKernels, before: torch.Tensor | None = None) -> None:

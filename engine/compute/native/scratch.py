@@ -59,9 +59,11 @@ def kept_numbers(needed: int) -> int:
 
 
 def scratch_bytes(loaded: LoadedModel, num_tokens: int) -> int:
-    """The most for steps of so many tokens; 0 for a model whose attention is not all the kernels'."""
-    if loaded.kernels is None or loaded.team is None:
+    """The most for steps of so many tokens; 0 for a model for which the kernels do not attend."""
+    if loaded.row_attention is None or loaded.team is None:
         return 0
+    if loaded.kernels is None:
+        return attention_bytes(loaded.layers, loaded.team.size)
     return foreseen_bytes(loaded, loaded.team.size, num_tokens)
 
 

@@ -7,6 +7,7 @@ import platform
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -96,13 +97,22 @@ def test_what_would_be_used_is_what_a_start_uses(model: Path, tmp_path: Path) ->
     assert info.compute_threads.split(":")[0] in map(str, found.device.thread_counts)
 
 
+# With heads as wide as the kernels need them.
+WIDE: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 32},
+    "lfm2_hybrid": {"num_attention_heads": 2, "num_key_value_heads": 1},
+}
+
+
+@pytest.mark.parametrize("family", WIDE)
 def test_the_scratch_of_the_kernels_is_counted_as_a_start_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whether they compute all of attention, or attend behind projections that stay."""
     for room in ("build", "doctor"):
         monkeypatch.setattr(f"engine.startup.{room}.worthwhile_threads", lambda: (2,))
-    model = save_tiny_model("llama", tmp_path)
-    tiny_model("llama", head_dim=32).save_pretrained(model)
+    model = save_tiny_model(family, tmp_path)
+    tiny_model(family, **WIDE[family]).save_pretrained(model)
     settings = settings_for(model, "--dtype", "bfloat16", home=compiled_home())
     found = diagnose(settings)
     assert found.model is not None
