@@ -13,6 +13,7 @@ from engine.compute.drafters.model_free import ModelFreeDrafter
 from engine.compute.drafters.ngram import NgramDrafter
 from engine.compute.drafters.prediction import PredictionDrafter
 from engine.compute.drafters.suffix import SuffixDrafter
+from engine.compute.drafters.text_source import READ_PIECE
 from engine.plan.speculation.drafter import Drafter
 from tests.support.draft_jobs import ToldSequence, draft_request
 from tests.support.examples import share_of
@@ -61,8 +62,10 @@ def machine(kind: Callable[[], Drafter]) -> type[RuleBasedStateMachine]:
 
         @rule()
         def copy_a_piece(self) -> None:
+            """Short enough to be read in one call: of more a fresh drafter says that it is behind."""
             committed = self.sequence.committed
-            self.sequence.commit(committed[len(committed) // 2 :])
+            room = max(1, READ_PIECE // 2 - len(committed))
+            self.sequence.commit(committed[len(committed) // 2 :][:room])
 
     return Told
 
