@@ -16,11 +16,11 @@ from engine.compute.drafters.eagle_kv import EagleKv
 from engine.compute.drafters.eagle_round import GUESSES, Chain, EagleRound, Guess
 from engine.compute.drafters.eagle_weights import EagleWeights
 from engine.compute.native import records
-from engine.compute.native.kernels import MAX_GROUP, MAX_HEAD_DIM, PANEL, VECTOR, NativeKernels, NormWeights
+from engine.compute.native.kernels import MAX_HEAD_DIM, PANEL, VECTOR, NativeKernels, NormWeights
 from engine.compute.native.packed_weights import PackedWeights
 from engine.compute.native.records import Draw
 from engine.compute.native.rotation_table import RotationTable
-from engine.compute.native.scratch import kept_numbers
+from engine.compute.native.scratch import MAX_GROUP, kept_numbers
 
 _GAP_BLOCK = 64  # as draw.h has it
 _DRAWN = (torch.bfloat16, torch.float32)  # what logits may be

@@ -42,12 +42,11 @@ from engine.compute.native.records import (
     Router,
     Routes,
 )
-from engine.compute.native.scratch import record_numbers
+from engine.compute.native.scratch import MAX_GROUP, record_numbers
 from engine.compute.native.team import ComputeTeam, library_function, load_library
 
 PANEL = 32  # columns of packed weights that lie together
 VECTOR = 16
-MAX_GROUP = 64  # query heads a KV head
 MAX_HEAD_DIM = 512
 MAX_ATTENDED_DIM = 1024  # where nothing of heads is rotated or normed by kernels
 _REGION_BYTES = 64 << 20  # of huge pages for weights, of which the last one is half empty

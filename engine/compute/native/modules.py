@@ -15,7 +15,6 @@ from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext, LayerCal
 from engine.compute.native.block_panels import BlockPanels, joined
 from engine.compute.native.families import Family, family_of, is_whole
 from engine.compute.native.kernels import (
-    MAX_GROUP,
     MAX_HEAD_DIM,
     PANEL,
     VECTOR,
@@ -26,6 +25,7 @@ from engine.compute.native.kernels import (
 from engine.compute.native.packed_weights import PackedWeights
 from engine.compute.native.records import Activation, NormKind
 from engine.compute.native.rotation_table import in_halves
+from engine.compute.native.scratch import MAX_GROUP
 from engine.errors import UnsupportedModel
 
 Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]

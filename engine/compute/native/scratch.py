@@ -9,6 +9,7 @@ from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.loading.loader import LoadedModel
 
 TILE_ROWS = 96  # as tiles.h has it
+MAX_GROUP = 128  # query heads a KV head, which one tile holds
 _FLOAT_BYTES = 4
 _PANEL = 32
 _KEYS = 64
@@ -26,7 +27,8 @@ def record_numbers(dim: int, num_threads: int) -> int:
 def attention_bytes(layers: Sequence[LayerKv], num_threads: int) -> int:
     """The most that attention takes: records, and for each thread what it attends with."""
     dim = max((layer.key_dim for layer in layers), default=0)
-    each = 2 * TILE_ROWS * _record(dim) + (2 * _KEYS + TILE_ROWS) * dim
+    rows = max(TILE_ROWS, MAX_GROUP)
+    each = 2 * rows * _record(dim) + (2 * _KEYS + rows) * dim
     return _FLOAT_BYTES * (record_numbers(dim, num_threads) + num_threads * each)
 
 

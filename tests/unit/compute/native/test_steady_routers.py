@@ -1,0 +1,71 @@
+"""Routers of torch's multiply by blocks of rows, so that a row has its bits in any company."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
+from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
+
+from engine.compute.native.steady_routers import block_product, keep_routing
+
+WIDTH, EXPERTS = 1024, 64  # rows so long that a product among many rounds otherwise than alone
+# With a row of a bias for those whose blocks give them one.
+ROUTERS = ((DeepseekV3TopkRouter, 0), (Lfm2MoeTopKRouter, 1), (MiniMaxM2TopKRouter, 1))
+
+
+def router(kind: Any) -> Any:
+    config = SimpleNamespace(
+        num_experts_per_tok=2,
+        num_experts=EXPERTS,
+        num_local_experts=EXPERTS,
+        hidden_size=WIDTH,
+        routed_scaling_factor=1.5,
+        n_group=2,
+        topk_group=1,
+        norm_topk_prob=True,
+        use_expert_bias=True,
+    )
+    torch.manual_seed(0)
+    made: Any = kind(config)
+    nn.init.normal_(made.weight)
+    return made.requires_grad_(False).eval()
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 8, 21])
+@pytest.mark.parametrize(("kind", "biases"), ROUTERS)
+def test_outputs_are_the_routers_own(kind: Any, biases: int, num_rows: int) -> None:
+    plain, kept = router(kind), router(kind)
+    assert keep_routing(nn.Sequential(kept, nn.Linear(2, 2))) == 1
+    given = torch.randn(num_rows, WIDTH), *[torch.randn(EXPERTS)] * biases
+    for ours, theirs in zip(kept(*given), plain(*given), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "biases"), ROUTERS)
+def test_a_row_has_the_same_bits_in_any_company(kind: Any, biases: int, dtype: torch.dtype) -> None:
+    kept = router(kind).to(dtype)
+    keep_routing(nn.Sequential(kept))
+    rows, bias = torch.randn(40, WIDTH, dtype=dtype), [torch.randn(EXPERTS)] * biases
+    together = kept(rows, *bias)
+    for row in range(40):
+        for place, length in ((row, 1), (max(0, row - 2), 5)):
+            some = kept(rows[place : place + length], *bias)
+            assert all(
+                torch.equal(part[row - place], whole[row]) for part, whole in zip(some, together, strict=True)
+            )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_product_is_torchs(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rows, weight, bias = (torch.randn(*shape, dtype=dtype) for shape in ((2, 11, 48), (5, 48), (5,)))
+    torch.testing.assert_close(block_product(rows, weight), F.linear(rows, weight))
+    torch.testing.assert_close(block_product(rows, weight, bias), F.linear(rows, weight, bias))
