@@ -28,7 +28,7 @@ from engine.compute.native.replacement import make_equal, names_to_observe
 from engine.compute.native.router import NativeScaledRouter
 from engine.compute.native.scratch import attention_bytes, foreseen_bytes
 from engine.compute.native.state_scans import NativeScans
-from engine.compute.native.steady_routers import keep_routing
+from engine.compute.native.steady_products import keep_rows
 from engine.compute.native.stored import kernels_of
 from engine.compute.runner.scratch_pass import forward_of
 from engine.compute.runner.self_check import check_forward, packed_difference, packed_sample, plain_sample
@@ -174,8 +174,8 @@ def _install(
     elif attends(loaded):
         loaded = replace(loaded, row_attention=kernels)
     loaded = replace(loaded, team=kernels.team, state_kernel=NativeScans(kernels))
-    if num_routers := keep_routing(loaded.model):
-        log.debug("torch's routers multiply by blocks of rows: %d", num_routers)
+    if num_kept := keep_rows(loaded.model):
+        log.debug("torch's routers and narrow linears multiply by blocks of rows: %d", num_kept)
     after = packed_sample(forward_of(loaded))
     difference = packed_difference(after, before, loaded.dtype, has_blocks)
     if difference is not None:

@@ -1,7 +1,8 @@
-"""keep_routing: routers that torch computes choose a row's experts by itself, whatever rows are beside it.
+"""keep_rows: what torch computes beside kernels gives a row the same bits, whatever rows are with it.
 
-A product of torch's rounds a row among many otherwise than alone, which gives it other shares of its experts,
-or other experts. Of a number of rows that never changes each product is computed in the same way.
+A product of torch's may round a row among many otherwise than alone: a router of another machine's, or of
+float32's, gives it other shares of its experts, or other experts. Of a number of rows that never changes each
+product is computed in the same way.
 """
 
 from __future__ import annotations
@@ -16,14 +17,21 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 _ROWS = 8  # of one product: a decode alone pays for as many
+_MOST_WEIGHTS = 1 << 19  # of a linear that is narrow: each call makes floats of them
 
 
-def keep_routing(model: nn.Module) -> int:
-    """Have transformers' own routers in `model` multiply by blocks of rows: how many there are."""
-    routers = [module for module in model.modules() if _is_router(type(module))]
+def keep_rows(model: nn.Module) -> int:
+    """Have routers, and linears too narrow for kernels, multiply by blocks of rows: how many there are.
+
+    Linears that give a row the same bits on this machine stay as they are.
+    """
+    routers: list[Any] = [module for module in model.modules() if _is_router(type(module))]
+    linears: list[Any] = [each for each in model.modules() if _is_narrow(each) and not _is_steady(each)]
     for router in routers:
         router.forward = partial(_by_blocks, router.forward)
-    return len(routers)
+    for linear in linears:
+        linear.forward = partial(block_product, weight=linear.weight, bias=linear.bias)
+    return len(routers) + len(linears)
 
 
 def block_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -48,6 +56,23 @@ class _BlockProducts(TorchFunctionMode):
 
 def _is_router(kind: type[nn.Module]) -> bool:
     return kind.__module__.startswith("transformers.") and kind.__name__.endswith("Router")
+
+
+def _is_narrow(module: Any) -> bool:
+    return type(module) is nn.Linear and module.weight.numel() <= _MOST_WEIGHTS
+
+
+@torch.inference_mode()
+def _is_steady(linear: Any) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(40, linear.in_features, generator=generator).to(linear.weight.dtype)
+    multiply = linear.forward  # without what hooks make of it in a pass
+    whole = multiply(rows)
+    return all(
+        torch.equal(multiply(rows[first : first + count]), whole[first : first + count])
+        for count in (1, 2, 5)
+        for first in range(0, 10, count)
+    )
 
 
 def _by_blocks(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Routers of torch's multiply by blocks of rows, so that a row has its bits in any company."""
+"""Routers and narrow linears of torch's multiply by blocks: a row has its bits in any company."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
 
-from engine.compute.native.steady_routers import block_product, keep_routing
+from engine.compute.native.steady_products import block_product, keep_rows
 
 WIDTH, EXPERTS = 1024, 64  # rows so long that a product among many rounds otherwise than alone
 # With a row of a bias for those whose blocks give them one.
@@ -42,7 +42,7 @@ def router(kind: Any) -> Any:
 @pytest.mark.parametrize(("kind", "biases"), ROUTERS)
 def test_outputs_are_the_routers_own(kind: Any, biases: int, num_rows: int) -> None:
     plain, kept = router(kind), router(kind)
-    assert keep_routing(nn.Sequential(kept, nn.Linear(2, 2))) == 1
+    assert keep_rows(nn.Sequential(kept, nn.Dropout())) == 1
     given = torch.randn(num_rows, WIDTH), *[torch.randn(EXPERTS)] * biases
     for ours, theirs in zip(kept(*given), plain(*given), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -52,7 +52,7 @@ def test_outputs_are_the_routers_own(kind: Any, biases: int, num_rows: int) -> N
 @pytest.mark.parametrize(("kind", "biases"), ROUTERS)
 def test_a_row_has_the_same_bits_in_any_company(kind: Any, biases: int, dtype: torch.dtype) -> None:
     kept = router(kind).to(dtype)
-    keep_routing(nn.Sequential(kept))
+    keep_rows(nn.Sequential(kept))
     rows, bias = torch.randn(40, WIDTH, dtype=dtype), [torch.randn(EXPERTS)] * biases
     together = kept(rows, *bias)
     for row in range(40):
@@ -61,6 +61,33 @@ def test_a_row_has_the_same_bits_in_any_company(kind: Any, biases: int, dtype: t
             assert all(
                 torch.equal(part[row - place], whole[row]) for part, whole in zip(some, together, strict=True)
             )
+
+
+class OfMany(nn.Linear):
+    """Rounds a row among many otherwise than alone, on any machine."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows) * (1 + 1e-2 * (len(rows) > 2))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_that_rounds_a_row_by_its_company_is_kept_from_it(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    narrow = OfMany(WIDTH, 16, bias=bias).requires_grad_(False)
+    plain, rows = nn.Linear(WIDTH, 16, bias=bias), torch.randn(9, WIDTH)
+    plain.load_state_dict(narrow.state_dict())
+    monkeypatch.setattr(nn, "Linear", OfMany)
+    assert keep_rows(nn.Sequential(narrow)) == 1
+    torch.testing.assert_close(narrow(rows), plain(rows))
+    assert torch.equal(narrow(rows[3:4]), narrow(rows)[3:4])
+
+
+def test_a_linear_that_is_wide_or_steady_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert keep_rows(nn.Sequential(nn.Linear(2, 1))) == 0
+    monkeypatch.setattr(nn, "Linear", OfMany)
+    assert keep_rows(nn.Sequential(OfMany(1024, 513))) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
