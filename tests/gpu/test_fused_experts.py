@@ -43,7 +43,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # Each with the layers that have experts, and those of all that are fused.
 FAMILIES = {
     "mixtral": (2, 2),
-    "olmoe": (2, 0),
+    "olmoe": (2, 2),
     "qwen2_moe": (2, 2),
     "qwen3_moe": (1, 2),
     "gpt_oss": (2, 2),

@@ -45,6 +45,10 @@ FAMILIES = [
     "granite",
     "exaone4",
     "gpt_oss",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "cohere2",
 ]
 BLOCK_SIZE = 16
 EPS = 1e-5
@@ -70,6 +74,7 @@ class Scale:
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         self.weight = noise(width, dtype=dtype)
         self.variance_epsilon = EPS
+        self.is_centred = False
 
 
 def normed(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,7 @@ pytestmark = [
 # Gemma 4's layers have six norms.
 FAMILIES = {
     "mixtral": (2, 2),
-    "olmoe": (2, 0),
+    "olmoe": (2, 2),
     "qwen2_moe": (2, 2),
     "qwen3_moe": (1, 2),
     "gpt_oss": (2, 2),

@@ -30,7 +30,7 @@ if not triton.knobs.runtime.interpret:
 from engine.compute.cuda import fused_layer, fused_model, fused_norms, triton_attention  # noqa: E402
 from engine.compute.cuda.fused_layer import OF_ONE_ROW, FusedLayer, gate  # noqa: E402
 from engine.compute.cuda.fused_model import fuse_layers, with_fused_layers  # noqa: E402
-from engine.compute.cuda.fused_norms import add, add_and_norm, norm  # noqa: E402
+from engine.compute.cuda.fused_norms import add, add_and_norm, norm, norm_heads  # noqa: E402
 from engine.compute.cuda.row_products import (  # noqa: E402
     added_row_product,
     gated_row_product,
@@ -59,7 +59,12 @@ FAMILIES = {
     "exaone4": (9, 40),
     "phi3": (9, 30),
     "glm4": (11, 50),
+    "olmo2": (11, 45),
+    "olmo3": (10, 45),
+    "cohere2": (9, 30),
 }
+# Rotated by float32's angles, normed together, or by their means.
+ROUNDED_ONCE = ("olmo2", "olmo3", "olmoe", "cohere2")
 BLOCK_SIZE = 4
 BYTES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -71,9 +76,10 @@ def backend() -> TritonAttention:
 class Scale:
     """What a norm kernel reads of a norm."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, *, is_centred: bool = False) -> None:
         self.weight = torch.randn(width)
         self.variance_epsilon = 1e-5
+        self.is_centred = is_centred
 
 
 @pytest.mark.parametrize("width", [1, 48, 64])
@@ -99,6 +105,33 @@ def test_norms_and_gates_are_torchs(width: int) -> None:
         torch.testing.assert_close(gate(both, activation), expected)
 
 
+@pytest.mark.parametrize("width", [1, 48, 64])
+def test_centred_norms_are_torchs(width: int) -> None:
+    rows, added, scale = torch.randn(5, width) + 3.0, torch.randn(5, width), Scale(width, is_centred=True)
+    expected = torch.nn.functional.layer_norm(rows, (width,), scale.weight, None, 1e-5)
+    torch.testing.assert_close(norm(rows, scale), expected)
+    total, normed = add_and_norm(rows, added, scale)
+    expected = torch.nn.functional.layer_norm(rows + added, (width,), scale.weight, None, 1e-5)
+    assert torch.equal(total, rows + added)
+    torch.testing.assert_close(normed, expected)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_all_heads_of_a_row_are_normed_together(kv_heads: int) -> None:
+    queries, keys = 3 * 12, kv_heads * 12
+    norms = HeadNorms(torch.rand(queries), torch.rand(keys), 1e-5)
+    qkv = torch.randn(5, queries + 2 * keys)
+    query, key, value = torch.split(qkv.clone(), [queries, keys, keys], dim=1)
+    expected = (
+        torch.nn.functional.rms_norm(query, (queries,), norms.query, 1e-5),
+        torch.nn.functional.rms_norm(key, (keys,), norms.key, 1e-5),
+        value,
+    )
+    norm_heads(qkv, norms)
+    torch.testing.assert_close(qkv, torch.cat(expected, dim=1))
+    assert torch.equal(qkv[:, queries + keys :], value)
+
+
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("width", [48, 2500])
 def test_products_of_one_row_are_torchs(width: int, has_bias: bool) -> None:
@@ -118,7 +151,7 @@ def test_an_mlp_wider_than_a_program_is_gated() -> None:
     torch.testing.assert_close(gate(both), torch.nn.functional.silu(both[:, :1500]) * both[:, 1500:])
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen2", "mistral", "smollm3", "gpt_oss", "phi3", "glm"])
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen2", "mistral", "smollm3", "gpt_oss", "glm", "olmoe"])
 def test_a_model_of_fused_layers_is_the_model(family: str) -> None:
     loaded = as_loaded(tiny_model(family))
     before = packed_sample(PackedForward(loaded))
@@ -129,25 +162,45 @@ def test_a_model_of_fused_layers_is_the_model(family: str) -> None:
     assert packed_difference(packed_sample(forward), before, loaded.dtype, has_blocks=False) is None
 
 
-@pytest.mark.parametrize("family", ["olmo2", "gemma4", "cohere2"])
+@pytest.mark.parametrize("family", ROUNDED_ONCE)
+def test_a_model_of_fused_layers_rounds_as_the_model(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_all_numbers(monkeypatch)
+    loaded = as_loaded(tiny_model(family, dtype=torch.bfloat16))
+    before = packed_sample(PackedForward(loaded))
+    assert fuse_layers(loaded, backend(), BLOCK_SIZE) == len(loaded.layers)
+    forward = PackedForward(loaded)
+    forward.backend = backend()
+    assert packed_difference(packed_sample(forward), before, loaded.dtype, has_blocks=False) is None
+
+
+def test_heads_that_are_clipped_stay() -> None:
+    loaded = as_loaded(tiny_model("olmoe"))
+    loaded.config.clip_qkv = 0.5
+    assert fuse_layers(loaded, backend(), BLOCK_SIZE) == 0
+
+
+@pytest.mark.parametrize("family", ["gemma4", "starcoder2"])
 def test_layers_that_norm_otherwise_stay(family: str) -> None:
-    """All heads together, values too, and by their mean."""
+    """Values too, and with a bias."""
     loaded = as_loaded(tiny_model(family))
     assert fuse_layers(loaded, backend(), BLOCK_SIZE) == 0
 
 
 @pytest.mark.parametrize("has_norms", [False, True])
-@pytest.mark.parametrize("of_neighbours", [False, True])
+@pytest.mark.parametrize("order", ["halves", "neighbours", "neighbours in order"])
 @pytest.mark.parametrize(("turned", "num_angles"), [(12, 12), (12, 6), (8, 8), (8, 4), (0, 0)])
 def test_heads_are_turned_by_the_angles_there_are(
-    turned: int, num_angles: int, of_neighbours: bool, has_norms: bool
+    turned: int, num_angles: int, order: str, has_norms: bool
 ) -> None:
+    of_neighbours, in_order = order != "halves", order == "neighbours in order" and num_angles == turned
     inputs, num_blocks = scattered_step([Chunk(3, 5), Chunk(9)], BLOCK_SIZE)
     count, device = len(inputs.token_ids), torch.device("cpu")
     kv = KvTensors((LayerKv(1, 12, 12),), num_blocks, BLOCK_SIZE, torch.float32, device)
     qkv, angles = torch.randn(count, 4 * 12), torch.rand(count, turned // 2)
     given = angles if num_angles < turned else angles.repeat(1, 2)
-    turns = HeadTurns(given.cos(), given.sin(), turned, of_neighbours) if turned else None
+    if in_order:
+        given = angles.repeat_interleave(2, dim=1)
+    turns = HeadTurns(given.cos(), given.sin(), turned, of_neighbours, in_order) if turned else None
     norms = HeadNorms(torch.rand(12), torch.rand(12), 1e-5) if has_norms else None
     found = backend().plan(inputs, kv).rotate_and_write(0, qkv, turns, norms)
     heads = qkv[:, :36].view(count, 3, 12)
@@ -258,7 +311,7 @@ def test_a_layer_whose_one_row_answers_otherwise_stays(name: str, monkeypatch: p
     assert fuse_layers(loaded, backend(), BLOCK_SIZE) == 0
 
 
-@pytest.mark.parametrize(("family", "num_parts"), [("olmo2", 11), ("llama", 1)])
+@pytest.mark.parametrize(("family", "num_parts"), [("gemma4", 32), ("llama", 1), ("cohere2", 1)])
 def test_norms_and_mlps_that_no_layer_has_taken_in_are_fused_by_themselves(
     family: str, num_parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

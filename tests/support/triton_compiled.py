@@ -38,6 +38,7 @@ from engine.compute.cuda.expert_layout import ExpertShape, layout_for, step_of
 from engine.compute.cuda.layer_kernels import (
     gate_kernel,
     gated_norm_kernel,
+    norm_heads_kernel,
     norm_kernel,
     rotate_kernel,
     store_kernel,
@@ -171,13 +172,15 @@ LAYERS: list[tuple[Any, dict[str, Any]]] = [
     *(
         (
             norm_kernel,
-            {"HAS_ADDED": added, "NORMS_ADDED": normed, "HAS_NORM": has_norm, "WIDTH": 4096, "PADDED": 4096},
+            {"HAS_ADDED": added, "NORMS_ADDED": normed, "HAS_NORM": has_norm, "IS_CENTRED": centred}
+            | {"WIDTH": 4096, "PADDED": 4096},
         )
-        for added, normed, has_norm in (
-            *((False, False, True), (True, False, True)),
-            *((True, True, True), (True, True, False)),
+        for added, normed, has_norm, centred in (
+            *((False, False, True, False), (False, False, True, True), (True, False, True, False)),
+            *((True, True, True, False), (True, True, False, False)),
         )
     ),
+    (norm_heads_kernel, {"QUERIES": 5120, "KEYS": 1024, "STRIDE": 7168, "PADDED": 8192}),
     *(
         (gate_kernel, {"WIDTH": 14336, "CHUNKS": 14, "CHUNK": 1024, "ACTIVATION": int(activation)})
         for activation in (Activation.SILU, Activation.GELU_TANH, Activation.GELU)
@@ -186,14 +189,16 @@ LAYERS: list[tuple[Any, dict[str, Any]]] = [
         (
             rotate_kernel,
             {"HAS_NORMS": norms, "NUM_HEADS": 32, "NUM_KV_HEADS": 8}
-            | {"DIM": 128, "TURNED": turned, "ANGLES": angles, "OF_NEIGHBOURS": turned == 64}
+            | {"DIM": 128, "TURNED": turned, "ANGLES": angles, "OF_NEIGHBOURS": turned == 64 or in_order}
+            | {"IN_ORDER": in_order}
             | {"PADDED_HALF": 64, "BLOCK_SIZE": 16, "PAGES": pages},
         )
-        for norms, pages, turned, angles in (
-            *((False, "plain", 128, 128), (True, "plain", 128, 128)),
-            *((True, "int8", 128, 128), (True, "fp8", 128, 128)),
-            *((False, "plain", 128, 64), (True, "plain", 0, 0)),
-            *((False, "plain", 96, 96), (True, "plain", 64, 64)),
+        for norms, pages, turned, angles, in_order in (
+            *((False, "plain", 128, 128, False), (True, "plain", 128, 128, False)),
+            *((True, "int8", 128, 128, False), (True, "fp8", 128, 128, False)),
+            *((False, "plain", 128, 64, False), (True, "plain", 0, 0, False)),
+            *((False, "plain", 96, 96, False), (True, "plain", 64, 64, False)),
+            (False, "plain", 128, 128, True),
         )
     ),
     (

@@ -15,7 +15,10 @@ from engine.plan.step_records import StepInputs
 
 
 class HeadNorms(NamedTuple):
-    """Root-mean-square norms of single heads, before their rotation; both weights are [dim]."""
+    """Root-mean-square norms before heads are rotated.
+
+    Both weights are [dim], or as wide as all heads, each queries' and keys', that are normed together.
+    """
 
     query: torch.Tensor
     key: torch.Tensor
@@ -27,17 +30,18 @@ class HeadTurns(NamedTuple):
 
     `cosines` and `sines` are [num_tokens, num_turned], or half as many where both numbers of a pair
     have the same. A pair is a number of each half, or with `of_neighbours` two that lie side by side, for
-    which the first half of the columns counts.
+    which the first half of the columns counts; or with `in_order` their own columns.
     """
 
     cosines: torch.Tensor
     sines: torch.Tensor
     num_turned: int
     of_neighbours: bool = False
+    in_order: bool = False
 
 
 class RotatingStep(Protocol):
-    """A StepAttention that also does what comes before attention, in one launch."""
+    """A StepAttention that also does what comes before attention, in one launch or two."""
 
     def rotate_and_write(
         self,
@@ -98,8 +102,8 @@ class AttentionContext:
     ) -> torch.Tensor:
         """As `attend`, from each token's queries, keys and values side by side, not normed and not rotated.
 
-        `qkv` is [num_tokens, (num_heads + 2 * num_kv_heads) * dim]; without `turns` nothing is rotated. For a
-        backend whose steps are RotatingSteps.
+        `qkv` is [num_tokens, (num_heads + 2 * num_kv_heads) * dim] and may be written over; without `turns`
+        nothing is rotated. For a backend whose steps are RotatingSteps.
         """
         query = cast(RotatingStep, self._step).rotate_and_write(call.layer, qkv, turns, norms)
         return self._step.attend(query, call)

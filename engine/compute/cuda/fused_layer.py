@@ -21,10 +21,17 @@ from engine.compute.cuda.fused_norms import FusedNorm, add, add_and_norm, eps_of
 from engine.compute.cuda.layer_kernels import gate_kernel
 from engine.compute.cuda.row_products import added_row_product, gated_row_product, row_product
 from engine.compute.loading.coded_weights import are_joinable
-from engine.compute.native.families import NORM_NAMES, NormNames, family_of, is_read_mixture, is_whole
-from engine.compute.native.modules import activation_of, mlp_names
+from engine.compute.native.families import (
+    NORM_NAMES,
+    Family,
+    NormNames,
+    family_of,
+    is_read_mixture,
+    is_whole,
+)
+from engine.compute.native.modules import activation_of, clips, mlp_names
 from engine.compute.native.places import is_unhooked
-from engine.compute.native.records import Activation, NormKind
+from engine.compute.native.records import Activation
 from engine.errors import UnsupportedModel
 
 Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, as transformers gives them
@@ -60,12 +67,11 @@ class FusedLayer(nn.Module):
         self.attention_norm = _norm_of(original, names.after_attention)
         self.middle_norm = _norm_of(original, names.before_mlp)
         self.mlp_norm = _norm_of(original, names.after_mlp)
+        self.are_for_both = names.are_for_both
         self.multiplier = float(getattr(original, "residual_multiplier", 1.0))
         self.head_norms = _head_norms(attention)
-        family = family_of(attention)
-        self.is_rotated = _is_rotated(attention)
-        self.turned_an_angle = _turned_an_angle(attention)
-        self.turns_neighbours = family is not None and family.rotates_pairs
+        self.family = _family(attention)
+        self.is_rotated = self.family.rotates(attention)
         self.call = call
 
     @staticmethod
@@ -79,20 +85,25 @@ class FusedLayer(nn.Module):
         attention, norms = layer.self_attn, [getattr(layer, name) for name in names]
         return (
             is_whole(attention, "Attention")
-            and all(is_whole(norm, "RMSNorm") and norm.weight.dtype is dtype for norm in norms)
+            and all(_is_norm(norm, dtype) for norm in norms)
             and _fits_heads(attention, dtype)
             and _mlp_class(layer.mlp, dtype) is not None
         )
 
     @staticmethod
     def rotates(layer: Any, rotation: Any, dtype: torch.dtype) -> bool:
-        """True for angles that the kernel takes: in the model's own number format."""
+        """True for angles that the kernel takes: in the model's own number format, or in float32.
+
+        These only where what they turn is rounded back, once: elsewhere queries and keys would be float32.
+        """
         attention = layer.self_attn
-        if not _is_rotated(attention):
+        family = _family(attention)
+        if not family.rotates(attention):
             return True
-        if not isinstance(rotation, tuple) or not all(part.dtype is dtype for part in rotation):
+        formats = {dtype, torch.float32} if family.rotates_at_once else {dtype}
+        if not isinstance(rotation, tuple) or not all(part.dtype in formats for part in rotation):
             return False
-        count: int = rotation[0].shape[-1] * _turned_an_angle(attention)
+        count: int = rotation[0].shape[-1] * _turned_an_angle(family)
         head_dim: int = attention.head_dim
         return count % 2 == 0 and count <= head_dim
 
@@ -113,12 +124,13 @@ class FusedLayer(nn.Module):
         rows = hidden_states[0].contiguous()
         turns = self._turns(position_embeddings)
         products = self._products(len(rows))
-        qkv = products.project(self.given_to_attention(rows), self.qkv)
+        given = self.given_to_attention(rows)
+        qkv = products.project(given, self.qkv)
         attended = context.rotate_and_attend(qkv, turns, self.head_norms, self.call)
         projected = products.project(attended.flatten(1), self.output)
         if self.middle_norm is None:
             total = add(rows, projected, self.attention_norm, self.multiplier)
-            return total, total
+            return given if self.are_for_both else total, total
         total, normed = add_and_norm(rows, projected, self.middle_norm, self.attention_norm, self.multiplier)
         return normed, total
 
@@ -127,7 +139,7 @@ class FusedLayer(nn.Module):
         return rows if self.input_norm is None else norm(rows, self.input_norm)
 
     def finished(self, normed: torch.Tensor, total: torch.Tensor, products: Products) -> torch.Tensor:
-        """The layer's answer from what `attended` gives, which it may write over."""
+        """The layer's answer from what `attended` gives, of which it may write over `total`."""
         if self.mlp_norm is None and self.multiplier == 1.0:
             return self.mlp.added(normed, total, products)
         return add(total, self.mlp.computed(normed, products), self.mlp_norm, self.multiplier)
@@ -137,8 +149,8 @@ class FusedLayer(nn.Module):
             return None
         assert rotation is not None, "there was one when the layer's answer was compared"
         cosines, sines = (part.flatten(0, -2).contiguous() for part in rotation)
-        count = cosines.shape[-1] * self.turned_an_angle
-        return HeadTurns(cosines, sines, count, self.turns_neighbours)
+        family, count = self.family, cosines.shape[-1] * _turned_an_angle(self.family)
+        return HeadTurns(cosines, sines, count, family.rotates_pairs, family.has_paired_angles)
 
     def _products(self, num_rows: int) -> Products:
         return OF_ONE_ROW if num_rows == 1 and self.is_plain else OF_ROWS
@@ -297,29 +309,34 @@ def gate(gate_up: torch.Tensor, activation: Activation = Activation.SILU) -> tor
 
 
 def _norm_names(layer: nn.Module) -> NormNames | None:
-    """Those of a layer whose halves follow each other, where it has no other parts.
+    """Those of a layer that has no other parts than these, an attention and an MLP.
 
     Dropout does nothing where nobody trains.
     """
     parts = {name for name, part in layer.named_children() if type(part) is not nn.Dropout}
     for names in NORM_NAMES:
-        if parts == {"self_attn", "mlp", *names} and (names.before_mlp or names.after_mlp):
+        if parts == {"self_attn", "mlp", *names}:
             return names
     return None
 
 
 def _norm_of(layer: Any, name: str) -> FusedNorm | None:
-    family = family_of(layer)
-    assert family is not None, "only layers that fit are asked for"
-    return FusedNorm(getattr(layer, name), is_centred=family.norm is NormKind.ONE_MORE) if name else None
+    return FusedNorm(getattr(layer, name), _family(layer).norm) if name else None
+
+
+def _is_norm(norm: Any, dtype: torch.dtype) -> bool:
+    """True for one of rows that the kernels take, with weights alone."""
+    if not is_whole(norm, "Norm") or getattr(norm, "bias", None) is not None:
+        return False
+    weight = getattr(norm, "weight", None)
+    return isinstance(weight, torch.Tensor) and weight.ndim == 1 and weight.dtype is dtype
 
 
 def _fits_heads(attention: Any, dtype: torch.dtype) -> bool:
     """True for projections and norms of heads that the kernels take, and nothing beside them."""
     inputs, norms = _inputs_of(attention), _norms_of(attention)
     parts = {part for part in attention.children() if type(part) is not nn.Dropout}
-    family = family_of(attention)
-    if family is None or family.has_paired_angles or parts != {*inputs, attention.o_proj, *norms}:
+    if clips(attention) or parts != {*inputs, attention.o_proj, *norms}:
         return False
     dim = attention.head_dim
     heads, rest = divmod(sum(linear.out_features for linear in inputs), dim)
@@ -327,23 +344,23 @@ def _fits_heads(attention: Any, dtype: torch.dtype) -> bool:
     return (
         all(_is_projection(linear, dtype) for linear in (*inputs, attention.o_proj))
         and _can_be_joined(inputs)
-        and all(is_whole(norm, "RMSNorm") and norm.weight.dtype is dtype for norm in norms)
-        and all(len(norm.weight) == dim for norm in norms)  # OLMoE's are of all heads
+        and all(_is_norm(norm, dtype) for norm in norms)
+        and [len(norm.weight) for norm in norms] in ([], [dim, dim], _widths(inputs[:2]))
         and len({eps_of(norm) for norm in norms}) <= 1
         and dim % 2 == rest == keys_and_values % 2 == 0
         and (len(inputs) == 1 or inputs[1].out_features == inputs[2].out_features)
     )
 
 
-def _is_rotated(attention: Any) -> bool:
-    family = family_of(attention)
-    return family is None or family.rotates(attention)
+def _family(module: nn.Module) -> Family:
+    family = family_of(module)
+    assert family is not None, "only layers that fit are asked for"
+    return family
 
 
-def _turned_an_angle(attention: Any) -> int:
+def _turned_an_angle(family: Family) -> int:
     """Numbers of a head for each angle that is given."""
-    family = family_of(attention)
-    return 2 if family is not None and family.has_half_angles else 1
+    return 2 if family.has_half_angles else 1
 
 
 def _inputs_of(attention: Any) -> list[Any]:
@@ -355,6 +372,10 @@ def _inputs_of(attention: Any) -> list[Any]:
 
 def _norms_of(attention: Any) -> list[Any]:
     return [getattr(attention, name) for name in _HEAD_NORMS if hasattr(attention, name)]
+
+
+def _widths(linears: Sequence[Any]) -> list[int]:
+    return [linear.out_features for linear in linears]
 
 
 def _is_projection(linear: Any, dtype: torch.dtype) -> bool:
@@ -391,7 +412,5 @@ def _head_norms(attention: Any) -> HeadNorms | None:
     norms = _norms_of(attention)
     if not norms:
         return None
-    family = family_of(attention)
-    is_centred = family is not None and family.norm is NormKind.ONE_MORE
-    query, key = (FusedNorm(norm, is_centred=is_centred) for norm in norms)
+    query, key = (FusedNorm(norm, _family(attention).norm) for norm in norms)
     return HeadNorms(query.weight, key.weight, query.variance_epsilon)

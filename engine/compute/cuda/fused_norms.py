@@ -1,4 +1,4 @@
-"""Root-mean-square norms in one launch each, with the sum before them."""
+"""Norms of rows in one launch each, with the sum before them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import torch
 import triton
 from torch import nn
 
-from engine.compute.cuda.layer_kernels import gated_norm_kernel, norm_kernel
+from engine.compute.attention.context import HeadNorms
+from engine.compute.cuda.layer_kernels import gated_norm_kernel, norm_heads_kernel, norm_kernel
+from engine.compute.native.records import NormKind
 
 _NARROW = 1024  # columns up to which four warps norm a row as fast as eight
 
@@ -26,17 +28,23 @@ class RowNorm(Protocol):
         """What is added to the mean square."""
         ...
 
+    @property
+    def is_centred(self) -> bool:
+        """Whether a row's mean is taken off first."""
+        ...
+
 
 class FusedNorm(nn.Module):
-    """A root-mean-square norm in one launch; `is_centred` where the original's weights lie around 0."""
+    """A norm without a bias in one launch, of the kind that `original` is. Numbers are rounded once."""
 
     num_given: ClassVar[int] = 1
 
-    def __init__(self, original: Any, *, is_centred: bool) -> None:
+    def __init__(self, original: Any, kind: NormKind) -> None:
         super().__init__()
         weight = original.weight.detach()
-        self.weight = frozen(1.0 + weight.float() if is_centred else weight)
+        self.weight = frozen(1.0 + weight.float() if kind is NormKind.ONE_MORE else weight)
         self.variance_epsilon = eps_of(original)
+        self.is_centred = kind is NormKind.CENTRED
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., width] to the same."""
@@ -111,6 +119,25 @@ def add_and_norm(
     return total, normed
 
 
+def norm_heads(qkv: torch.Tensor, norms: HeadNorms) -> None:
+    """Norm the queries of each row together, and its keys, as wide as their weights; values stay.
+
+    `qkv` [rows, queries + keys + values] is written over.
+    """
+    queries, keys = len(norms.query), len(norms.key)
+    norm_heads_kernel[(2 * len(qkv),)](
+        qkv,
+        norms.query,
+        norms.key,
+        norms.eps,
+        QUERIES=queries,
+        KEYS=keys,
+        STRIDE=qkv.shape[1],
+        PADDED=triton.next_power_of_2(max(queries, keys)),
+        num_warps=_warps(queries),
+    )
+
+
 def eps_of(module: Any) -> Any:
     """What a norm of transformers adds to the mean square; None for what is none."""
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -127,7 +154,10 @@ def _launch(
     results: tuple[torch.Tensor, torch.Tensor],
     multiplier: float = 1.0,
 ) -> None:
-    """Of rows and what is added, the norms of what is added and of the sum, and where the two results go."""
+    """Of rows and what is added, the norms of what is added and of the sum, and where the two results go.
+
+    Only the sum's may be centred.
+    """
     rows, added = given
     count, width = rows.shape
     weights = [rows if by is None else by.weight for by in norms]
@@ -142,7 +172,12 @@ def _launch(
         HAS_ADDED=added is not None,
         NORMS_ADDED=norms[0] is not None,
         HAS_NORM=norms[1] is not None,
+        IS_CENTRED=norms[1] is not None and norms[1].is_centred,
         WIDTH=width,
         PADDED=triton.next_power_of_2(width),
-        num_warps=8 if width > _NARROW else 4,
+        num_warps=_warps(width),
     )
+
+
+def _warps(width: int) -> int:
+    return 8 if width > _NARROW else 4

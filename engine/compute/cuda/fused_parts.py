@@ -15,6 +15,7 @@ from engine.compute.loading.loader import LoadedModel
 from engine.compute.native.closeness import is_close
 from engine.compute.native.observation import Seen, observe
 from engine.compute.native.places import is_unhooked
+from engine.compute.native.records import NormKind
 from engine.compute.runner.scratch_pass import forward_of
 
 log = logging.getLogger("slipstream.model")
@@ -78,8 +79,10 @@ def _makers(module: Any, dtype: torch.dtype) -> Iterator[Callable[[Any], Part]]:
     if name.endswith("RMSNormGated"):
         yield FusedGatedNorm
     elif name.endswith("RMSNorm"):
-        yield lambda original: FusedNorm(original, is_centred=False)
-        yield lambda original: FusedNorm(original, is_centred=True)
+        yield lambda original: FusedNorm(original, NormKind.ROUNDED)
+        yield lambda original: FusedNorm(original, NormKind.ONE_MORE)
+    elif name.endswith("LayerNorm") and name != "LayerNorm" and getattr(module, "bias", None) is None:
+        yield lambda original: FusedNorm(original, NormKind.CENTRED)
 
 
 def _equal(original: Any, seen: Seen, makes: list[Callable[[Any], Part]]) -> Part | None:

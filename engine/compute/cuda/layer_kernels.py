@@ -21,8 +21,13 @@ from engine.compute.cuda.triton_pages import (
 
 
 @triton.jit
-def _normed(row, scale, eps, WIDTH: tl.constexpr):
+def _normed(row, scale, eps, WIDTH):
     return row * tl.rsqrt(tl.sum(row * row, 0) / WIDTH + eps) * scale
+
+
+@triton.jit
+def _centred(row, mask, WIDTH):
+    return tl.where(mask, row - tl.sum(row, 0) / WIDTH, 0.0)
 
 
 @triton.jit
@@ -39,13 +44,15 @@ def norm_kernel(
     HAS_ADDED: tl.constexpr,
     NORMS_ADDED: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    IS_CENTRED: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
 ):
     """The norm of each row of `given` [rows, WIDTH], where HAS_NORM; grid (rows).
 
     With HAS_ADDED it is that of `given` + `multiplier` * `added`, which goes to `total`, rounded as it is
-    stored. With NORMS_ADDED what is added is normed before.
+    stored. With NORMS_ADDED what is added is normed before. With IS_CENTRED the mean of `given`, or of that
+    sum, is taken off before it is normed (Ba et al. 2016).
     """
     columns = tl.arange(0, PADDED)
     mask = columns < WIDTH
@@ -64,7 +71,38 @@ def norm_kernel(
         tl.store(total + places, rounded, mask=mask)
         row = rounded.to(tl.float32)
     if HAS_NORM:
+        if IS_CENTRED:
+            row = _centred(row, mask, WIDTH)
         tl.store(normed + places, _normed(row, scale, eps, WIDTH).to(normed.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def norm_heads_kernel(
+    qkv,
+    query_norm,
+    key_norm,
+    eps,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Norm the first QUERIES of each row together, and the KEYS behind them; in place, grid (rows * 2).
+
+    Rows of `qkv` are STRIDE numbers. What is normed is rounded as it is stored: as by a norm of its own.
+    """
+    first = (tl.program_id(0) // 2).to(tl.int64) * STRIDE
+    is_key = tl.program_id(0) % 2 == 1
+    weight = query_norm
+    if is_key:
+        weight = key_norm
+    width = tl.where(is_key, KEYS, QUERIES)
+    columns = tl.arange(0, PADDED)
+    mask = columns < width
+    places = qkv + first + tl.where(is_key, QUERIES, 0) + columns
+    row = tl.load(places, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(places, _normed(row, scale, eps, width).to(qkv.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -126,6 +164,7 @@ def _turned(
     TURNED: tl.constexpr,
     ANGLES: tl.constexpr,
     OF_NEIGHBOURS: tl.constexpr,
+    IN_ORDER: tl.constexpr,
 ):
     """Some `numbers` of a head, normed, rotated with those they are paired with, read from `first` on."""
     cosines, sines = angles
@@ -134,7 +173,7 @@ def _turned(
     if OF_NEIGHBOURS:
         other = columns ^ 1
         is_lower = columns % 2 == 0
-        angle = columns // 2
+        angle = columns if IN_ORDER else columns // 2
     else:
         is_lower = columns < HALF
         other = tl.where(is_lower, columns + HALF, columns - HALF)
@@ -167,6 +206,7 @@ def rotate_kernel(
     TURNED: tl.constexpr,
     ANGLES: tl.constexpr,
     OF_NEIGHBOURS: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     PADDED_HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PAGES: tl.constexpr,
@@ -211,9 +251,22 @@ def rotate_kernel(
             first = qkv + (token * ALL_HEADS + head) * DIM
             angles = cosines + token * ANGLES, sines + token * ANGLES
             norm = weight, shrink
-            low = _turned(low, columns, mask, first, angles, norm, HAS_NORMS, TURNED, ANGLES, OF_NEIGHBOURS)
+            high_columns = HALF + columns
+            low = _turned(
+                low, columns, mask, first, angles, norm, HAS_NORMS, TURNED, ANGLES, OF_NEIGHBOURS, IN_ORDER
+            )
             high = _turned(
-                high, HALF + columns, mask, first, angles, norm, HAS_NORMS, TURNED, ANGLES, OF_NEIGHBOURS
+                high,
+                high_columns,
+                mask,
+                first,
+                angles,
+                norm,
+                HAS_NORMS,
+                TURNED,
+                ANGLES,
+                OF_NEIGHBOURS,
+                IN_ORDER,
             )
     if head < NUM_HEADS:
         target = query + (token * NUM_HEADS + head) * DIM + columns

@@ -15,6 +15,7 @@ from engine.compute.attention.backend import LayerCall
 from engine.compute.attention.context import HeadNorms, HeadTurns
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.cuda.fused_norms import norm_heads
 from engine.compute.cuda.layer_kernels import rotate_kernel, store_kernel
 from engine.compute.cuda.triton_kernels import attend_kernel, merge_kernel
 from engine.compute.cuda.triton_pages import pages_of
@@ -106,6 +107,9 @@ class TritonStep:
         shape = self._kv.layers[layer]
         dim = shape.key_dim
         num_heads = qkv.shape[1] // dim - 2 * shape.num_kv_heads
+        if norms is not None and len(norms.query) > dim:
+            norm_heads(qkv, norms)
+            norms = None
         query = qkv.new_empty(len(qkv), num_heads, dim)
         rotate_kernel[(len(qkv) * (num_heads + 2 * shape.num_kv_heads),)](
             qkv,
@@ -125,6 +129,7 @@ class TritonStep:
             TURNED=0 if turns is None else turns.num_turned,
             ANGLES=0 if turns is None else turns.cosines.shape[-1],
             OF_NEIGHBOURS=turns is not None and turns.of_neighbours,
+            IN_ORDER=turns is not None and turns.in_order,
             PADDED_HALF=1 << (dim // 2 - 1).bit_length(),
             BLOCK_SIZE=self._kv.block_size,
             PAGES=self._pages,

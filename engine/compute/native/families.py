@@ -57,6 +57,11 @@ class NormNames:
         """Those there are."""
         return filter(None, astuple(self))
 
+    @property
+    def are_for_both(self) -> bool:
+        """True where attention and MLP read the same: what a single norm gives."""
+        return tuple(self) == (self.before_attention,)
+
 
 # Which norms a layer has says where they stand: no two families give other places to the same names.
 NORM_NAMES = (

@@ -57,12 +57,7 @@ class LayerForm:
         if hasattr(layer, "act_fn") and layer.act_fn.activation != layer.mlp.activation:
             return None
         form = cls(names, getattr(layer, "residual_multiplier", 1.0))
-        return None if form.is_parallel and form.residual_multiplier != 1.0 else form
-
-    @property
-    def is_parallel(self) -> bool:
-        """True where attention and MLP read the same: what a single norm gives."""
-        return tuple(self.norm_names) == (self.norm_names.before_attention,)
+        return None if names.are_for_both and form.residual_multiplier != 1.0 else form
 
     def record(self, layer: Any, heads: Heads, kv_heads: int, table: int) -> DecoderLayer:
         """A layer of this form as the kernels take it; `table` is that of its angles, where it has any.
@@ -77,7 +72,7 @@ class LayerForm:
             *(heads, kv_heads),
             *(linear.weights.record for linear in linears),
             *_mlp_records(layer),
-            self.is_parallel,
+            self.norm_names.are_for_both,
             *(table if attention.is_rotated else _NO_TABLE, call.window or 0),
             None if attention.sinks is None else attention.sinks.data_ptr(),
             *(call.scaling, call.softcap or 0.0, self.residual_multiplier),

@@ -263,7 +263,7 @@ class NativeAttention(nn.Module):
     @staticmethod
     def fits(original: Any, dtype: torch.dtype) -> bool:
         """True for one that can be computed; its output is still to be compared."""
-        if not is_whole(original, "Attention") or _clips(original):
+        if not is_whole(original, "Attention") or clips(original):
             return False
         names = (*_qkv_names(original), _OUTPUT)
         norms = {name for name, _ in original.named_children()} - set(names)
@@ -314,8 +314,8 @@ def last_projection(original: Any) -> str | None:
     return _OUTPUT if hasattr(original, _OUTPUT) else None
 
 
-def _clips(original: Any) -> bool:
-    """True for one of OLMoE's that limits what it attends with, as no published one does."""
+def clips(original: Any) -> bool:
+    """True for an attention of OLMoE's that limits what it attends with, as no published one does."""
     return getattr(getattr(original, "config", None), "clip_qkv", None) is not None
 
 
