@@ -26,9 +26,10 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from engine.compute.cuda.fused_layer import FusedLayer, gate  # noqa: E402
+from engine.compute.cuda.fused_layer import FusedLayer  # noqa: E402
 from engine.compute.cuda.fused_model import fuse_layers, with_fused_layers  # noqa: E402
 from engine.compute.cuda.fused_norms import add, add_and_norm, norm  # noqa: E402
+from engine.compute.cuda.fused_products import gate  # noqa: E402
 from engine.compute.cuda.row_products import added_row_product, gated_row_product, row_product  # noqa: E402
 from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
 
@@ -49,6 +50,7 @@ FAMILIES = [
     "olmo3",
     "olmoe",
     "cohere2",
+    "gemma4",
 ]
 BLOCK_SIZE = 16
 EPS = 1e-5

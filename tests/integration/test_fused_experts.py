@@ -34,7 +34,8 @@ from engine.compute.cuda.expert_layout import (  # noqa: E402
     rows_of_each_layout,
 )
 from engine.compute.cuda.fused_experts import FusedExperts, equal_experts, route  # noqa: E402
-from engine.compute.cuda.fused_layer import CalledMixture, FusedLayer, JoinedMlp  # noqa: E402
+from engine.compute.cuda.fused_layer import FusedLayer  # noqa: E402
+from engine.compute.cuda.fused_mlp import CalledMixture, JoinedMlp  # noqa: E402
 from engine.compute.cuda.fused_model import (  # noqa: E402
     fuse_experts,
     fuse_layers,
@@ -50,8 +51,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # Triton 3.6, numpy 2.3
 ]
 
-# Each with the layers that have experts, and those of all that are fused: OLMoE norms all heads at once, and
-# Gemma 4's layers have six norms.
+# Each with the layers that have experts, and those of all that are fused: Gemma 4's layers have six norms.
 FAMILIES = {
     "mixtral": (2, 2),
     "olmoe": (2, 2),

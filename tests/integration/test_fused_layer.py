@@ -13,6 +13,7 @@ from engine.compute.attention.context import HeadNorms, HeadTurns
 from engine.compute.attention.kv_rows import to_bytes
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.loading.loader import LoadedModel
 from engine.compute.native.observation import observe
 from engine.compute.native.records import Activation
 from engine.compute.runner import packed_forward
@@ -27,10 +28,11 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from engine.compute.cuda import fused_layer, fused_model, fused_norms, triton_attention  # noqa: E402
-from engine.compute.cuda.fused_layer import OF_ONE_ROW, FusedLayer, gate  # noqa: E402
+from engine.compute.cuda import fused_model, fused_norms, fused_products, triton_attention  # noqa: E402
+from engine.compute.cuda.fused_layer import FusedLayer  # noqa: E402
 from engine.compute.cuda.fused_model import fuse_layers, with_fused_layers  # noqa: E402
 from engine.compute.cuda.fused_norms import add, add_and_norm, norm, norm_heads  # noqa: E402
+from engine.compute.cuda.fused_products import OF_ONE_ROW, gate, gate_apart  # noqa: E402
 from engine.compute.cuda.row_products import (  # noqa: E402
     added_row_product,
     gated_row_product,
@@ -62,15 +64,33 @@ FAMILIES = {
     "olmo2": (11, 45),
     "olmo3": (10, 45),
     "cohere2": (9, 30),
+    "gemma4": (14, 55),
+    "gemma4 of values that are keys": (10, 55),
 }
-# Rotated by float32's angles, normed together, or by their means.
-ROUNDED_ONCE = ("olmo2", "olmo3", "olmoe", "cohere2")
+# Gemma 4's large models: their layers are given nothing alone.
+LARGE_GEMMA4 = "gemma4 of values that are keys"
+ODD_GEMMA4 = "gemma4 of shared values that are keys"
+CHANGES: dict[str, dict[str, Any]] = {
+    LARGE_GEMMA4: {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "attention_k_eq_v": True},
+    ODD_GEMMA4: {"attention_k_eq_v": True},
+}
+# Rotated by float32's angles, normed together, by their means, or values too.
+ROUNDED_ONCE = ("olmo2", "olmo3", "olmoe", "cohere2", "gemma4", LARGE_GEMMA4)
 BLOCK_SIZE = 4
 BYTES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def backend() -> TritonAttention:
     return TritonAttention(Gpu(4, 200_000))
+
+
+def tiny(family: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    """A model of its own, with factors behind its layers where its family has them."""
+    model = tiny_model(family.split()[0], dtype=dtype, **CHANGES.get(family, {}))
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.fill_(0.7)
+    return as_loaded(model)
 
 
 class Scale:
@@ -97,9 +117,13 @@ def test_norms_and_gates_are_torchs(width: int) -> None:
     torch.testing.assert_close(total, expected)
     torch.testing.assert_close(normed, torch.nn.functional.rms_norm(total, (width,), scale.weight, 1e-5))
     assert torch.equal(add(rows, added, other, 0.25), total)
+    assert torch.equal(add(rows, added, other, 0.25, 0.7), total * 0.7)
     both = torch.randn(5, 2 * width)
     expected = torch.nn.functional.silu(both[:, :width]) * both[:, width:]
     torch.testing.assert_close(gate(both), expected)
+    wide = torch.randn(5, 3, width)
+    expected = torch.nn.functional.silu(rows) * wide[:, 1]
+    torch.testing.assert_close(gate_apart(rows, wide[:, 1], Activation.SILU), expected)
     for activation, tanh in ((Activation.GELU, "none"), (Activation.GELU_TANH, "tanh")):
         expected = torch.nn.functional.gelu(both[:, :width], approximate=tanh) * both[:, width:]
         torch.testing.assert_close(gate(both, activation), expected)
@@ -130,6 +154,9 @@ def test_all_heads_of_a_row_are_normed_together(kv_heads: int) -> None:
     norm_heads(qkv, norms)
     torch.testing.assert_close(qkv, torch.cat(expected, dim=1))
     assert torch.equal(qkv[:, queries + keys :], value)
+    alone = torch.cat((query, key, value), dim=1)[3:4]
+    norm_heads(alone, norms)
+    assert torch.equal(alone, qkv[3:4])
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -151,9 +178,11 @@ def test_an_mlp_wider_than_a_program_is_gated() -> None:
     torch.testing.assert_close(gate(both), torch.nn.functional.silu(both[:, :1500]) * both[:, 1500:])
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen2", "mistral", "smollm3", "gpt_oss", "glm", "olmoe"])
+@pytest.mark.parametrize(
+    "family", [*FAMILIES, "qwen2", "mistral", "smollm3", "gpt_oss", "glm", "olmoe", ODD_GEMMA4]
+)
 def test_a_model_of_fused_layers_is_the_model(family: str) -> None:
-    loaded = as_loaded(tiny_model(family))
+    loaded = tiny(family)
     before = packed_sample(PackedForward(loaded))
     assert fuse_layers(loaded, backend(), BLOCK_SIZE) == len(loaded.layers)
     forward = PackedForward(loaded)
@@ -165,7 +194,7 @@ def test_a_model_of_fused_layers_is_the_model(family: str) -> None:
 @pytest.mark.parametrize("family", ROUNDED_ONCE)
 def test_a_model_of_fused_layers_rounds_as_the_model(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with_all_numbers(monkeypatch)
-    loaded = as_loaded(tiny_model(family, dtype=torch.bfloat16))
+    loaded = tiny(family, torch.bfloat16)
     before = packed_sample(PackedForward(loaded))
     assert fuse_layers(loaded, backend(), BLOCK_SIZE) == len(loaded.layers)
     forward = PackedForward(loaded)
@@ -179,10 +208,8 @@ def test_heads_that_are_clipped_stay() -> None:
     assert fuse_layers(loaded, backend(), BLOCK_SIZE) == 0
 
 
-@pytest.mark.parametrize("family", ["gemma4", "starcoder2"])
-def test_layers_that_norm_otherwise_stay(family: str) -> None:
-    """Values too, and with a bias."""
-    loaded = as_loaded(tiny_model(family))
+def test_layers_that_norm_with_a_bias_stay() -> None:
+    loaded = as_loaded(tiny_model("starcoder2"))
     assert fuse_layers(loaded, backend(), BLOCK_SIZE) == 0
 
 
@@ -297,7 +324,7 @@ def test_a_layer_that_does_more_than_its_class_says_is_not_fused(part: str) -> N
 
 def test_a_layer_that_answers_otherwise_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = as_loaded(tiny_model("llama"))
-    monkeypatch.setattr(fused_layer, "gate", lambda *call: 1.1 * gate(*call))
+    monkeypatch.setattr(fused_products, "gate", lambda *call: 1.1 * gate(*call))
     assert fuse_layers(loaded, backend(), BLOCK_SIZE) == 0
     assert not any(isinstance(module, FusedLayer) for module in loaded.model.modules())
 
@@ -311,7 +338,7 @@ def test_a_layer_whose_one_row_answers_otherwise_stays(name: str, monkeypatch: p
     assert fuse_layers(loaded, backend(), BLOCK_SIZE) == 0
 
 
-@pytest.mark.parametrize(("family", "num_parts"), [("gemma4", 32), ("llama", 1), ("cohere2", 1)])
+@pytest.mark.parametrize(("family", "num_parts"), [("gemma3n", 0), ("llama", 1), ("cohere2", 1)])
 def test_norms_and_mlps_that_no_layer_has_taken_in_are_fused_by_themselves(
     family: str, num_parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,7 +357,7 @@ def test_kernels_that_do_not_run_leave_the_model_as_it_was(monkeypatch: pytest.M
 
     loaded = replace(as_loaded(tiny_model("llama")), kernels_used="for CUDA")
     monkeypatch.setattr(packed_forward, "choose_backend", lambda *_, **__: backend())
-    monkeypatch.setattr(fused_layer, "gate", broken)
+    monkeypatch.setattr(fused_products, "gate", broken)
     fresh = as_loaded(tiny_model("llama"))
     found = with_fused_layers(loaded, BLOCK_SIZE, lambda: fresh)
     assert found.model is fresh.model and found.kernels_used == "for CUDA"
@@ -341,13 +368,13 @@ def test_a_layer_is_ten_launches(
     family: str, bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or eleven, where what its MLP answers is normed or multiplied."""
-    loaded = as_loaded(tiny_model(family))
+    loaded = tiny(family)
     name = next(name for name, part in loaded.model.named_modules() if FusedLayer.fits(part, loaded.dtype))
     observation = observe(loaded, [name], BLOCK_SIZE)
     original = loaded.model.get_submodule(name)
     made = FusedLayer(original, observation.calls[0])
     count = LaunchCount()
-    for module in (triton_attention, fused_layer, fused_norms):
+    for module in (triton_attention, fused_products, fused_norms):
         for kernel in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, kernel, CountedKernel(kernel, count))
     inputs, num_blocks = scattered_step([Chunk(700), Chunk(3)], BLOCK_SIZE)
@@ -355,14 +382,16 @@ def test_a_layer_is_ten_launches(
     context = AttentionContext(inputs, kv, backend())
     seen = observation.seen[name]
     hidden, rotation = torch.randn(1, 2, loaded.config.hidden_size), seen.options["position_embeddings"]
+    brought = [part if part is None else part[:, :2] for part in seen.args[1:]]
     options: dict[str, Any] = {
+        **seen.options,
         "position_embeddings": tuple(part[:, :2] for part in rotation),
         "attention_mask": None,
         CONTEXT_KEYWORD: context,
     }
-    run_counted(count, lambda: original(hidden, **options))  # lays out the step's work
-    before = run_counted(count, lambda: original(hidden, **options))
-    ours = run_counted(count, lambda: made(hidden, **options))
+    run_counted(count, lambda: original(hidden, *brought, **options))  # lays out the step's work
+    before = run_counted(count, lambda: original(hidden, *brought, **options))
+    ours = run_counted(count, lambda: made(hidden, *brought, **options))
     num_launches, least = bounds
     assert len(ours) == num_launches and ours.count("attend_kernel") == 1, ours
     assert ours.count("merge_kernel") == (made.call.window is None), ours

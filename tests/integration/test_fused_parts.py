@@ -26,7 +26,7 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from engine.compute.cuda import fused_layer, fused_norms, fused_parts, state_scans  # noqa: E402
+from engine.compute.cuda import fused_norms, fused_parts, fused_products, state_scans  # noqa: E402
 from engine.compute.cuda.fused_norms import FusedGatedNorm, FusedNorm  # noqa: E402
 from engine.compute.cuda.fused_parts import FusedMlp, fuse_parts  # noqa: E402
 from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
@@ -134,7 +134,7 @@ def test_a_layer_takes_few_launches(family: str, is_fused: bool, monkeypatch: py
     memory = StateMemory(forward, MemorySizes(num_blocks=8, block_size=4, num_slots=2))
     parts = [Part([5, 6, 7], 0, 2, range(4)), Part([8, 9, 7], 0, 2, range(4, 8))]
     count, found = LaunchCount(), list[list[str]]()
-    for module in (state_scans, fused_layer, fused_norms, fused_parts):
+    for module in (state_scans, fused_products, fused_norms, fused_parts):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, CountedKernel(name, count))
     layer = loaded.model.base_model.layers[0]

@@ -182,13 +182,24 @@ LAYERS: list[tuple[Any, dict[str, Any]]] = [
     ),
     (norm_heads_kernel, {"QUERIES": 5120, "KEYS": 1024, "STRIDE": 7168, "PADDED": 8192}),
     *(
-        (gate_kernel, {"WIDTH": 14336, "CHUNKS": 14, "CHUNK": 1024, "ACTIVATION": int(activation)})
-        for activation in (Activation.SILU, Activation.GELU_TANH, Activation.GELU)
+        (
+            gate_kernel,
+            {"GATES_APART": apart, "UPS_APART": ups_apart, "FIRST_UP": apart - width, "WIDTH": width}
+            | {"CHUNKS": -(-width // 1024), "CHUNK": 1024, "ACTIVATION": int(activation)},
+        )
+        for width, apart, ups_apart, activation in (
+            *(
+                (14336, 28672, 28672, each)
+                for each in (Activation.SILU, Activation.GELU_TANH, Activation.GELU)
+            ),
+            (256, 256, 8960, Activation.GELU_TANH),
+        )
     ),
     *(
         (
             rotate_kernel,
-            {"HAS_NORMS": norms, "NUM_HEADS": 32, "NUM_KV_HEADS": 8}
+            {"HAS_NORMS": norms, "NORMS_VALUES": pages == "int8", "NUM_HEADS": 32}
+            | {"NUM_KV_HEADS": 0 if turned == 96 else 8}
             | {"DIM": 128, "TURNED": turned, "ANGLES": angles, "OF_NEIGHBOURS": turned == 64 or in_order}
             | {"IN_ORDER": in_order}
             | {"PADDED_HALF": 64, "BLOCK_SIZE": 16, "PAGES": pages},
@@ -243,6 +254,7 @@ _ROWS = (
         "total",
         "normed",
         "gate_up",
+        "ups",
         "gated",
     ),
     *("gates", "qkv", "cosines", "sines", "query_norm", "key_norm"),
@@ -260,7 +272,7 @@ def _type(name: str, dtype: str, constants: dict[str, Any]) -> str:
         return f"*{dtype}"
     if name in ("partial_sums", "partial_weights", "temperature", "gaps"):
         return "*fp32"
-    if name in ("scale", "cap", "eps", "added_eps", "multiplier"):
+    if name in ("scale", "cap", "eps", "added_eps", "multiplier", "factor"):
         return "fp32"
     return "i32" if name.endswith(INTEGERS) else "*i32"
 

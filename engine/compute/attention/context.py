@@ -17,12 +17,14 @@ from engine.plan.step_records import StepInputs
 class HeadNorms(NamedTuple):
     """Root-mean-square norms before heads are rotated.
 
-    Both weights are [dim], or as wide as all heads, each queries' and keys', that are normed together.
+    Both weights are [dim], or as wide as all heads, each queries' and keys', that are normed together. With
+    `norms_values` values are normed too, each head by itself and by no weight.
     """
 
     query: torch.Tensor
     key: torch.Tensor
     eps: float
+    norms_values: bool = False
 
 
 class HeadTurns(NamedTuple):
@@ -103,7 +105,8 @@ class AttentionContext:
         """As `attend`, from each token's queries, keys and values side by side, not normed and not rotated.
 
         `qkv` is [num_tokens, (num_heads + 2 * num_kv_heads) * dim] and may be written over; without `turns`
-        nothing is rotated. For a backend whose steps are RotatingSteps.
+        nothing is rotated. It is queries alone for a layer that reads the keys and values of another. For a
+        backend whose steps are RotatingSteps.
         """
         query = cast(RotatingStep, self._step).rotate_and_write(call.layer, qkv, turns, norms)
         return self._step.attend(query, call)

@@ -12,8 +12,9 @@ import torch
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionBackend, AttentionContext
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.cuda.fused_experts import FusedExperts, equal_experts
-from engine.compute.cuda.fused_layer import OF_ONE_ROW, OF_ROWS, FusedLayer, Products
+from engine.compute.cuda.fused_layer import FusedLayer
 from engine.compute.cuda.fused_parts import fuse_parts
+from engine.compute.cuda.fused_products import OF_ONE_ROW, OF_ROWS, Products
 from engine.compute.cuda.state_scans import TritonScans
 from engine.compute.cuda.triton_attention import TritonAttention
 from engine.compute.loading.loader import LoadedModel
@@ -156,7 +157,7 @@ def _equal_layer(
     kv, layer = observation.kv, call.layer
     pairs = (
         (normed, given),
-        (made.finished(given, total, OF_ROWS)[None], seen.output),
+        (made.finished(given, total, OF_ROWS, *seen.args[1:])[None], seen.output),
         (context.kv.keys[layer], kv.keys[layer]),
         (context.kv.values[layer], kv.values[layer]),
     )

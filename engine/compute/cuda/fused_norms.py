@@ -10,6 +10,7 @@ from torch import nn
 
 from engine.compute.attention.context import HeadNorms
 from engine.compute.cuda.layer_kernels import gated_norm_kernel, norm_heads_kernel, norm_kernel
+from engine.compute.native.families import is_whole
 from engine.compute.native.records import NormKind
 
 _NARROW = 1024  # columns up to which four warps norm a row as fast as eight
@@ -98,11 +99,18 @@ def norm(rows: torch.Tensor, by: RowNorm) -> torch.Tensor:
 
 
 def add(
-    rows: torch.Tensor, added: torch.Tensor, norm_of_added: RowNorm | None = None, multiplier: float = 1.0
+    rows: torch.Tensor,
+    added: torch.Tensor,
+    norm_of_added: RowNorm | None = None,
+    multiplier: float = 1.0,
+    factor: float = 1.0,
 ) -> torch.Tensor:
-    """`rows` + `multiplier` * `added`, both [rows, width]; what is added is normed before, if so asked."""
+    """`rows` + `multiplier` * `added`, both [rows, width]; what is added is normed before, if so asked.
+
+    That sum is multiplied with `factor`.
+    """
     total = torch.empty_like(rows)
-    _launch((rows, added), (norm_of_added, None), (total, rows), multiplier)
+    _launch((rows, added), (norm_of_added, None), (total, rows), multiplier, factor)
     return total
 
 
@@ -143,6 +151,14 @@ def eps_of(module: Any) -> Any:
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
+def is_norm(norm: Any, dtype: torch.dtype) -> bool:
+    """True for one of rows that the kernels take, with weights alone."""
+    if not is_whole(norm, "Norm") or getattr(norm, "bias", None) is not None:
+        return False
+    weight = getattr(norm, "weight", None)
+    return isinstance(weight, torch.Tensor) and weight.ndim == 1 and weight.dtype is dtype
+
+
 def frozen(weight: torch.Tensor) -> nn.Parameter:
     """A weight of a module that nobody trains."""
     return nn.Parameter(weight, requires_grad=False)
@@ -153,6 +169,7 @@ def _launch(
     norms: tuple[RowNorm | None, RowNorm | None],
     results: tuple[torch.Tensor, torch.Tensor],
     multiplier: float = 1.0,
+    factor: float = 1.0,
 ) -> None:
     """Of rows and what is added, the norms of what is added and of the sum, and where the two results go.
 
@@ -168,6 +185,7 @@ def _launch(
         *weights,
         *results,
         multiplier,
+        factor,
         *eps,
         HAS_ADDED=added is not None,
         NORMS_ADDED=norms[0] is not None,

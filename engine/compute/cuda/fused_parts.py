@@ -9,8 +9,9 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import nn
 
-from engine.compute.cuda.fused_layer import OF_ROWS, JoinedMlp, joined
+from engine.compute.cuda.fused_mlp import JoinedMlp
 from engine.compute.cuda.fused_norms import FusedGatedNorm, FusedNorm, eps_of, frozen
+from engine.compute.cuda.fused_products import OF_ROWS, joined
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.native.closeness import is_close
 from engine.compute.native.observation import Seen, observe

@@ -39,6 +39,7 @@ def norm_kernel(
     total,
     normed,
     multiplier,
+    factor,
     added_eps,
     eps,
     HAS_ADDED: tl.constexpr,
@@ -51,7 +52,8 @@ def norm_kernel(
     """The norm of each row of `given` [rows, WIDTH], where HAS_NORM; grid (rows).
 
     With HAS_ADDED it is that of `given` + `multiplier` * `added`, which goes to `total`, rounded as it is
-    stored. With NORMS_ADDED what is added is normed before. With IS_CENTRED the mean of `given`, or of that
+    stored, and again when it is multiplied with `factor`. With NORMS_ADDED what is added is normed before.
+    With IS_CENTRED the mean of `given`, or of that
     sum, is taken off before it is normed (Ba et al. 2016).
     """
     columns = tl.arange(0, PADDED)
@@ -68,6 +70,7 @@ def norm_kernel(
             more = more.to(total.dtype.element_ty).to(tl.float32)  # as by a norm of its own
         row += more * multiplier
         rounded = row.to(total.dtype.element_ty)
+        rounded = (rounded.to(tl.float32) * factor).to(total.dtype.element_ty)
         tl.store(total + places, rounded, mask=mask)
         row = rounded.to(tl.float32)
     if HAS_NORM:
@@ -107,15 +110,26 @@ def norm_heads_kernel(
 
 @triton.jit
 def gate_kernel(
-    gate_up, gated, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ACTIVATION: tl.constexpr
+    gate_up,
+    ups,
+    gated,
+    GATES_APART: tl.constexpr,
+    UPS_APART: tl.constexpr,
+    FIRST_UP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
-    """ACTIVATION(gate) * up of rows [gate, up] of 2 * WIDTH; grid (rows * CHUNKS), CHUNK columns each."""
+    """ACTIVATION(gate) * up of rows of WIDTH; grid (rows * CHUNKS), CHUNK columns each.
+
+    A row of `gate_up` takes GATES_APART numbers, one of `ups` UPS_APART, and FIRST_UP of these come before.
+    """
     row = (tl.program_id(0) // CHUNKS).to(tl.int64)
     columns = tl.program_id(0) % CHUNKS * CHUNK + tl.arange(0, CHUNK)
     mask = columns < WIDTH
-    gates = gate_up + row * 2 * WIDTH + columns
-    gate = tl.load(gates, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gates + WIDTH, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up + row * GATES_APART + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(ups + row * UPS_APART + FIRST_UP + columns, mask=mask, other=0.0).to(tl.float32)
     result = activated(gate, 1.0, ACTIVATION) * up
     tl.store(gated + row * WIDTH + columns, result.to(gated.dtype.element_ty), mask=mask)
 
@@ -200,6 +214,7 @@ def rotate_kernel(
     slots,
     eps,
     HAS_NORMS: tl.constexpr,
+    NORMS_VALUES: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -214,10 +229,12 @@ def rotate_kernel(
     """One head of one token, of rows [queries, keys, values]; grid (tokens * (heads + 2 * K/V heads)).
 
     Queries and keys are normed, where HAS_NORMS, and the first TURNED of their numbers rotated by `cosines`
-    and `sines` [tokens, ANGLES] (see HeadTurns). Queries go to `query` [tokens, heads, DIM], keys and values
-    to where `slots` says; slot -1 is no token's.
+    and `sines` [tokens, ANGLES] (see HeadTurns). With NORMS_VALUES values are normed, by no weight. Queries
+    go to `query` [tokens, heads, DIM], keys and values to where `slots` says; slot -1 is no token's. There
+    are none of a layer that reads another's.
     """
     ALL_HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
+    KV_HEADS: tl.constexpr = NUM_KV_HEADS if NUM_KV_HEADS else 1
     HALF: tl.constexpr = DIM // 2
     token = (tl.program_id(0) // ALL_HEADS).to(tl.int64)
     head = tl.program_id(0) % ALL_HEADS
@@ -268,6 +285,9 @@ def rotate_kernel(
                 OF_NEIGHBOURS,
                 IN_ORDER,
             )
+    elif NORMS_VALUES:
+        shrink = tl.rsqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / DIM + eps)
+        low, high = low * shrink, high * shrink
     if head < NUM_HEADS:
         target = query + (token * NUM_HEADS + head) * DIM + columns
         tl.store(target, low.to(query.dtype.element_ty), mask=mask)
@@ -283,7 +303,7 @@ def rotate_kernel(
         is_sick = _is_sick(largest_of(value_low, 0) + largest_of(value_high, 0))
         instead = tl.where(is_key, float("nan"), 0.0)
         low, high = tl.where(is_sick, instead, low), tl.where(is_sick, instead, high)
-        kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
+        kv_head = (head - NUM_HEADS) % KV_HEADS
         place = (slot // BLOCK_SIZE) * NUM_KV_HEADS + kv_head, slot % BLOCK_SIZE
         # Rounded first: a layer that is not fused stores the same bytes.
         halves = low.to(query.dtype.element_ty), high.to(query.dtype.element_ty)

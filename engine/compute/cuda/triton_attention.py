@@ -106,12 +106,13 @@ class TritonStep:
         """See RotatingStep: [num_tokens, num_heads, dim]."""
         shape = self._kv.layers[layer]
         dim = shape.key_dim
-        num_heads = qkv.shape[1] // dim - 2 * shape.num_kv_heads
+        kv_heads = 0 if shape.shares is not None else shape.num_kv_heads
+        num_heads = qkv.shape[1] // dim - 2 * kv_heads
         if norms is not None and len(norms.query) > dim:
             norm_heads(qkv, norms)
             norms = None
         query = qkv.new_empty(len(qkv), num_heads, dim)
-        rotate_kernel[(len(qkv) * (num_heads + 2 * shape.num_kv_heads),)](
+        rotate_kernel[(len(qkv) * (num_heads + 2 * kv_heads),)](
             qkv,
             qkv if turns is None else turns.cosines,
             qkv if turns is None else turns.sines,
@@ -123,8 +124,9 @@ class TritonStep:
             self._tables.arrays["slots"],
             0.0 if norms is None else norms.eps,
             HAS_NORMS=norms is not None,
+            NORMS_VALUES=norms is not None and norms.norms_values,
             NUM_HEADS=num_heads,
-            NUM_KV_HEADS=shape.num_kv_heads,
+            NUM_KV_HEADS=kv_heads,
             DIM=dim,
             TURNED=0 if turns is None else turns.num_turned,
             ANGLES=0 if turns is None else turns.cosines.shape[-1],

@@ -23,7 +23,7 @@ from engine.compute.native.records import DecoderLayer, Heads, Mixture, Norm, Pr
 from engine.compute.native.router import NativeScaledRouter
 
 # What Gemma 4's layers may have besides: something that a step brings for one layer alone, and experts.
-_LAYER_INPUT: dict[str, type[nn.Module]] = {
+LAYER_INPUT: dict[str, type[nn.Module]] = {
     "per_layer_input_gate": NativeLinear,
     "act_fn": NativeActivation,
     "per_layer_projection": NativeLinear,
@@ -77,7 +77,7 @@ class LayerForm:
             None if attention.sinks is None else attention.sinks.data_ptr(),
             *(call.scaling, call.softcap or 0.0, self.residual_multiplier),
             *_input_records(layer),
-            _scalar(layer),
+            scalar_of(layer),
         )
 
 
@@ -106,7 +106,8 @@ def _input_records(layer: Any) -> tuple[Product, Product, Norm]:
     return gate.weights.record, projection.weights.record, _norm_record(layer, "post_per_layer_input_norm")
 
 
-def _scalar(layer: Any) -> float:
+def scalar_of(layer: Any) -> float:
+    """What a layer's answer is multiplied with."""
     scalar = getattr(layer, "layer_scalar", None)
     return 1.0 if scalar is None else float(scalar)
 
@@ -127,7 +128,7 @@ def _norm_names(layer: nn.Module) -> NormNames | None:
     Dropout does nothing where nobody trains.
     """
     parts = {name: type(part) for name, part in layer.named_children() if type(part) is not nn.Dropout}
-    for more in (_LAYER_INPUT, _BESIDE):
+    for more in (LAYER_INPUT, _BESIDE):
         if more.items() <= parts.items():
             parts = {name: part for name, part in parts.items() if name not in more}
     for names in NORM_NAMES:

@@ -254,9 +254,7 @@ class NativeAttention(nn.Module):
         self.head_dim: int = original.head_dim
         self._family = _family(original)
         self.is_rotated = self._family.rotates(original)
-        self._shared_as: str | None = (
-            original.layer_type if getattr(original, "store_full_length_kv", False) else None
-        )
+        self._shared_as = shared_as(original)
         self.call = call
         self.sinks = None if call.sinks is None else call.sinks.detach().float().contiguous()
 
@@ -314,6 +312,21 @@ def last_projection(original: Any) -> str | None:
     return _OUTPUT if hasattr(original, _OUTPUT) else None
 
 
+def shared_as(original: Any) -> str | None:
+    """By which name an attention tells later layers of its keys and values; None for one that does not."""
+    return original.layer_type if getattr(original, "store_full_length_kv", False) else None
+
+
+def values_are_keys(original: Any) -> bool:
+    """True for an attention whose values are its keys before they are normed and rotated."""
+    return bool(getattr(original, "use_alternative_attention", False))
+
+
+def reads_shared(original: Any) -> bool:
+    """True for one that projects queries alone: keys and values are another layer's."""
+    return bool(getattr(original, "is_kv_shared_layer", False))
+
+
 def clips(original: Any) -> bool:
     """True for an attention of OLMoE's that limits what it attends with, as no published one does."""
     return getattr(getattr(original, "config", None), "clip_qkv", None) is not None
@@ -339,9 +352,9 @@ def _family(original: nn.Module) -> Family:
 
 def _kv_parts(original: Any) -> int:
     """As HeadForm has it: some of Gemma 4's layers project less than keys and values."""
-    if getattr(original, "is_kv_shared_layer", False):
+    if reads_shared(original):
         return 0
-    return 1 if getattr(original, "use_alternative_attention", False) else 2
+    return 1 if values_are_keys(original) else 2
 
 
 def _qkv_names(original: nn.Module) -> tuple[str, ...]:

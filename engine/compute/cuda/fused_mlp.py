@@ -1,0 +1,163 @@
+"""What comes behind a layer's attention: its MLP or mixture, and what a step brings for the layer alone."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from engine.compute.cuda.fused_norms import FusedNorm, add, is_norm
+from engine.compute.cuda.fused_products import (
+    OF_ROWS,
+    Products,
+    Projection,
+    can_be_joined,
+    gate_apart,
+    is_projection,
+    joined,
+)
+from engine.compute.native.families import family_of, is_read_mixture, is_whole
+from engine.compute.native.modules import activation_of, mlp_names
+
+
+class Mlp(Protocol):
+    """What comes behind a layer's second norm; one of `_MLPS`."""
+
+    @property
+    def linears(self) -> tuple[Projection, ...]:
+        """Those whose products are computed by `Products`."""
+        ...
+
+    def computed(self, normed: torch.Tensor, products: Products) -> torch.Tensor:
+        """What it makes of rows [N, hidden]."""
+        ...
+
+    def added(self, normed: torch.Tensor, total: torch.Tensor, products: Products) -> torch.Tensor:
+        """The same, and `total`, which it may write over."""
+        ...
+
+    def answers(self, row: torch.Tensor, products: Products) -> tuple[torch.Tensor, ...]:
+        """What each of these products makes of one row [1, hidden], given the same whosever they are."""
+        ...
+
+
+class JoinedMlp(nn.Module):
+    """down(activation(gate(x)) * up(x)), gate and up being one projection."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        names = mlp_names(mlp)
+        activation = None if names is None else activation_of(getattr(mlp, names.activation))
+        assert names is not None and activation is not None, "only MLPs that fit are asked for"
+        self.gate_up = joined([getattr(mlp, name) for name in names.first])
+        self.down = getattr(mlp, names.last)
+        self.activation = activation
+
+    @property
+    def linears(self) -> tuple[Projection, ...]:
+        """See Mlp."""
+        return self.gate_up, self.down
+
+    @staticmethod
+    def fits(mlp: Any, dtype: torch.dtype) -> bool:
+        """True for an MLP that can be computed; its output is still to be compared."""
+        return is_whole(mlp, "MLP") and JoinedMlp.can_join(mlp, dtype)
+
+    @staticmethod
+    def can_join(mlp: Any, dtype: torch.dtype) -> bool:
+        """True for what has the parts of one, whatever it does with them."""
+        names = mlp_names(mlp)
+        if names is None or not names.is_gated or activation_of(getattr(mlp, names.activation)) is None:
+            return False
+        first, down = [getattr(mlp, name) for name in names.first], getattr(mlp, names.last)
+        return (
+            all(is_projection(linear, dtype) for linear in (*first, down))
+            and can_be_joined(first)
+            and down.bias is None  # it is added to in place
+        )
+
+    def computed(self, normed: torch.Tensor, products: Products) -> torch.Tensor:
+        """See Mlp."""
+        return products.project(products.gate(normed, self.gate_up, self.activation), self.down)
+
+    def added(self, normed: torch.Tensor, total: torch.Tensor, products: Products) -> torch.Tensor:
+        """See Mlp."""
+        return products.add(products.gate(normed, self.gate_up, self.activation), self.down, total)
+
+    def answers(self, row: torch.Tensor, products: Products) -> tuple[torch.Tensor, ...]:
+        """See Mlp."""
+        gated = OF_ROWS.gate(row, self.gate_up, self.activation)
+        return (
+            products.gate(row, self.gate_up, self.activation),
+            products.project(gated, self.down),
+            products.add(gated, self.down, row.clone()),
+        )
+
+
+class CalledMixture(nn.Module):
+    """A router with its experts and whatever expert all rows share, called as the module that they are."""
+
+    def __init__(self, mixture: Any) -> None:
+        super().__init__()
+        self.mixture = mixture
+
+    @property
+    def linears(self) -> tuple[Projection, ...]:
+        """See Mlp."""
+        return ()
+
+    @staticmethod
+    def fits(mixture: Any, dtype: torch.dtype) -> bool:
+        """True for a mixture whose code was read."""
+        return is_read_mixture(mixture)
+
+    def computed(self, normed: torch.Tensor, products: Products) -> torch.Tensor:
+        """See Mlp."""
+        answer = self.mixture(normed[None])
+        rows: torch.Tensor = answer[0] if isinstance(answer, tuple) else answer  # gpt-oss tells shares, too
+        return rows[0]
+
+    def added(self, normed: torch.Tensor, total: torch.Tensor, products: Products) -> torch.Tensor:
+        """See Mlp."""
+        return total.add_(self.computed(normed, products))
+
+    def answers(self, row: torch.Tensor, products: Products) -> tuple[torch.Tensor, ...]:
+        """See Mlp."""
+        return ()
+
+
+_MLPS = (JoinedMlp, CalledMixture)
+
+
+def mlp_class_of(mlp: Any, dtype: torch.dtype) -> type[JoinedMlp] | type[CalledMixture] | None:
+    """What computes an MLP, or what stands in its place; None where nothing does."""
+    return next((each for each in _MLPS if each.fits(mlp, dtype)), None)
+
+
+class LayerInput(nn.Module):
+    """What Gemma 4's layers make of what a step brings for each alone, in four launches."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        family, activation = family_of(layer), activation_of(layer.act_fn)
+        assert family is not None and activation is not None, "only layers that fit are asked for"
+        self.gate = layer.per_layer_input_gate
+        self.projection = layer.per_layer_projection
+        self.norm = FusedNorm(layer.post_per_layer_input_norm, family.norm)
+        self.activation = activation
+
+    @staticmethod
+    def fits(layer: Any, dtype: torch.dtype) -> bool:
+        """True for a layer whose parts for it can be computed."""
+        linears = layer.per_layer_input_gate, layer.per_layer_projection
+        return (
+            activation_of(layer.act_fn) is not None
+            and all(is_projection(linear, dtype) for linear in linears)
+            and is_norm(layer.post_per_layer_input_norm, dtype)
+        )
+
+    def added(self, rows: torch.Tensor, brought: torch.Tensor, factor: float) -> torch.Tensor:
+        """`rows` [N, hidden] and what comes of `brought` [N, width] and them, times `factor`."""
+        gated = gate_apart(self.gate(rows), brought, self.activation)
+        return add(rows, self.projection(gated), self.norm, factor=factor)
