@@ -46,6 +46,7 @@ from tests.support.interpreter import with_all_numbers  # noqa: E402
 pytestmark = [
     pytest.mark.triton,
     pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning", "ignore:invalid value:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),  # of a gate far from 0
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # Triton 3.6, numpy 2.3
 ]
 
@@ -338,7 +339,7 @@ def test_a_layer_whose_one_row_answers_otherwise_stays(name: str, monkeypatch: p
     assert fuse_layers(loaded, backend(), BLOCK_SIZE) == 0
 
 
-@pytest.mark.parametrize(("family", "num_parts"), [("gemma3n", 0), ("llama", 1), ("cohere2", 1)])
+@pytest.mark.parametrize(("family", "num_parts"), [("gemma3n", 38), ("llama", 1), ("cohere2", 1)])
 def test_norms_and_mlps_that_no_layer_has_taken_in_are_fused_by_themselves(
     family: str, num_parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
