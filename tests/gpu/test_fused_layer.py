@@ -196,7 +196,9 @@ def test_the_log_and_the_model_say_how_many_layers_are_fused() -> None:
     assert "layers fused" in fused.kernels_used
 
 
-@pytest.mark.parametrize(("family", "most"), [("llama", 10), ("qwen3", 10), ("gemma3", 11)])
+@pytest.mark.parametrize(
+    ("family", "most"), [("llama", 10), ("qwen3", 10), ("gemma3", 11), ("olmo2", 11), ("cohere2", 10)]
+)
 def test_a_layer_is_ten_launches(family: str, most: int) -> None:
     """As the profiler counts them."""
     loaded = load(family, torch.bfloat16)
