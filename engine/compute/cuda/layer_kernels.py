@@ -53,8 +53,7 @@ def norm_kernel(
 
     With HAS_ADDED it is that of `given` + `multiplier` * `added`, which goes to `total`, rounded as it is
     stored, and again when it is multiplied with `factor`. With NORMS_ADDED what is added is normed before.
-    With IS_CENTRED the mean of `given`, or of that
-    sum, is taken off before it is normed (Ba et al. 2016).
+    With IS_CENTRED the mean of `given`, or of that sum, is taken off before it is normed (Ba et al. 2016).
     """
     columns = tl.arange(0, PADDED)
     mask = columns < WIDTH
