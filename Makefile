@@ -12,11 +12,12 @@ PYTEST := $(BIN)/python -m pytest
 BESIDE := $(PYTEST) --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-tools test-all test-browser test-ray test-triton test-gpu test-sanitizers test-arm test-prometheus test-image test-clients dashboards chart wheel test-helm check bench bench-gpu model-matrix sim sim-spec soak soak-control saturate chaos clean
+.PHONY: help serve test test-slow test-tools test-all test-browser test-ray test-triton test-gpu test-sanitizers test-arm test-prometheus test-image test-clients dashboards chart wheel test-helm check bench bench-gpu model-matrix sim sim-spec soak soak-control saturate chaos clean
 
 help:
 	@echo "make serve   set up and serve the default model on 127.0.0.1:8000 (ARGS='--port 9000' adds flags)"
 	@echo "make test    set up and run the default test suite, in two processes (WORKERS=n)"
+	@echo "make test-slow  what the default suite leaves out of its folders, for long: no GPU and no other tools"
 	@echo "make test-tools  the tests of the benchmarks and of the deploy files"
 	@echo "make test-readme  the README, followed block by block on a fresh clone (ARGS=\"--skip 'make test'\" is quicker)"
 	@echo "make test-all  all tests that need no GPU and no other tools, with all examples"
@@ -66,10 +67,14 @@ serve: $(STAMP)
 	@exec $(BIN)/slipstream serve $(ARGS)
 
 # Tests start some eighty servers: each would compile what the one before has compiled, and so would the next server.
-serve test test-tools test-all: export PYTHONDONTWRITEBYTECODE :=
+serve test test-slow test-tools test-all: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(STAMP)
 	@$(BESIDE) $(ARGS)
+
+# A test that needs a GPU or another tool besides being slow is for that tool's target.
+test-slow: $(STAMP)
+	@$(BESIDE) -m 'slow and not gpu and not triton and not browser' $(ARGS)
 
 test-tools: $(STAMP)
 	@$(BESIDE) tests/deploy tests/unit/bench $(ARGS)

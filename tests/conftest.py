@@ -1,4 +1,4 @@
-"""What holds in tests of every kind: torch on one thread, half of a property's examples.
+"""What holds in tests of every kind: torch on one thread, a quarter of a property's examples.
 
 Kernels are compiled once in a run."""
 
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support import compile_ahead, compile_once
+from tests.support.by_default import mark_the_others_slow
 from tests.support.examples import register_profiles
 
 register_profiles()
@@ -40,6 +41,12 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
     finally:
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Before markers select: the default suite runs few cases of a test that says so."""
+    mark_the_others_slow(config, items)
 
 
 @pytest.fixture(autouse=True, scope="module")
