@@ -330,6 +330,7 @@ async def test_a_priority_off_the_scale_is_400_and_names_the_scale(priority: int
             assert "from -1000 to 1000" in reply.json()["error"]["message"]
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("how", ["field", "header", "timeout"])
 async def test_a_deadline_before_the_first_byte_is_504(how: str, stream: bool) -> None:

@@ -96,6 +96,7 @@ async def both(url: str, path: str, more: dict[str, Any]) -> tuple[str, Any]:
     return text, ends[0]
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
 async def test_they_are_equal_with_a_stop_at_every_split(text: str, path: str) -> None:

@@ -87,6 +87,7 @@ def runs_of(origins: Iterable[str]) -> Counter[int]:
     return Counter(map(len, filter(None, words)))
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize(("path", "how"), MODES)
 async def test_the_drafts_are_those_that_verification_accepted(
     url: str, path: str, how: dict[str, Any]
@@ -100,6 +101,7 @@ async def test_the_drafts_are_those_that_verification_accepted(
     assert runs_of(choice.origins) == +rounds
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize(("path", "how"), MODES)
 async def test_asking_changes_nothing_else(url: str, path: str, how: dict[str, Any]) -> None:
     (asked,), _ = await told(url, path, **how)
@@ -114,6 +116,7 @@ async def test_asking_changes_nothing_else(url: str, path: str, how: dict[str, A
     assert not [entry for entry in alone if "token_ids" in entry]
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize(("path", "how"), MODES)
 async def test_each_choice_tells_its_own(url: str, path: str, how: dict[str, Any]) -> None:
     choices, metrics = await told(url, path, n=3, **how)
@@ -122,6 +125,7 @@ async def test_each_choice_tells_its_own(url: str, path: str, how: dict[str, Any
     assert drafts == metrics["num_accepted_draft_tokens"] > 10
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize(("path", "how"), MODES)
 async def test_what_a_stop_string_cuts_off_is_not_told(url: str, path: str, how: dict[str, Any]) -> None:
     (whole,), _ = await told(url, path)

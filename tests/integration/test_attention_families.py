@@ -49,6 +49,7 @@ def compositions(total: int) -> Iterator[list[int]]:
             yield [first, *rest]
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -63,6 +64,7 @@ def test_a_prompt_longer_than_a_query_tile(family: str) -> None:
     check(family, CpuAttention(), 4, [230], [[(0, 50)], [(0, 180)]])
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_way_to_chunk_a_short_prompt(family: str, backend: AttentionBackend) -> None:
@@ -81,6 +83,7 @@ def test_every_way_to_chunk_a_short_prompt(family: str, backend: AttentionBacken
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_chunks_far_beyond_the_window(family: str, block_size: int) -> None:
@@ -90,6 +93,7 @@ def test_random_chunks_far_beyond_the_window(family: str, block_size: int) -> No
         check(family, CpuAttention(), block_size, [6 * WINDOW], steps, seed)
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -99,6 +103,7 @@ def test_many_sequences_in_mixed_steps(family: str, block_size: int, backend: At
     check(family, backend, block_size, lengths, steps)
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("query_len", range(1, 6))
 @pytest.mark.parametrize("family", FAMILIES)
@@ -110,6 +115,7 @@ def test_equal_runs_of_several_tokens(family: str, query_len: int, backend: Atte
     check(family, backend, 4, [prompt + 2 * query_len for prompt in prompts], steps)
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", PECULIAR_FAMILIES + REBOUND_FAMILIES)
 def test_families_that_attend_in_a_way_of_their_own(family: str, backend: AttentionBackend) -> None:
@@ -132,6 +138,7 @@ def test_shared_keys_and_values_are_kept_once() -> None:
     assert kv.block_bytes == sum(tensor[0].nbytes for tensor in kv.tensors)
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", (*FAMILIES, "bloom", "codegen", "doge", "falcon_alibi"))
 def test_half_precision_stays_within_its_rounding(family: str, dtype: torch.dtype) -> None:

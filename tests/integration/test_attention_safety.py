@@ -196,6 +196,7 @@ def test_a_poisoned_block_is_safe_to_reuse(backend: AttentionBackend, scrubbed: 
     assert_logits(logits[:1], expected[5:])
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 @pytest.mark.parametrize(

@@ -139,6 +139,7 @@ def agree_on_logprobs(ours: Sequence[TokenLogprobs | None], expected: Sequence[T
         assert figures == pytest.approx([theirs.logprob, *(logprob for _, logprob in theirs.top)], abs=1e-5)
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "qwen3", "gemma3n"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_decodes_are_replayed_with_padding(family: str, temperature: float) -> None:

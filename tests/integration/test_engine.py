@@ -75,6 +75,7 @@ async def test_greedy_text_is_what_plain_transformers_generates(model_directory:
     assert result.token_ids == expected[0, 30:].tolist()
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("params", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
 @pytest.mark.parametrize(
     "flags",

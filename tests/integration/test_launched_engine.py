@@ -114,6 +114,7 @@ async def test_launched_ahead_or_not_the_text_is_the_same(
         assert ours.text == theirs.text
 
 
+@pytest.mark.by_default("fp8")
 @pytest.mark.parametrize("kept", ["int8", "fp8"])
 async def test_k_v_in_bytes_is_the_same_swapped_shared_forked_and_rewound(
     kept: str, model_directory: Path, monkeypatch: pytest.MonkeyPatch

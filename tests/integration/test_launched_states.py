@@ -71,6 +71,7 @@ def differences(ours: list[Collected], theirs: list[Collected]) -> list[int]:
     return [index for index, (one, other) in enumerate(pairs) if one.token_ids != other.token_ids]
 
 
+@pytest.mark.by_default("mamba2")
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_requests_of_every_kind_say_the_same(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launches: Counter[str]
@@ -86,6 +87,7 @@ async def test_requests_of_every_kind_say_the_same(
     assert launches["ahead"] > 3 and not launches["with drafts"]
 
 
+@pytest.mark.by_default("qwen3_5_hybrid")
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_with_drafts_of_which_some_come_true_they_say_the_same(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launches: Counter[str]
@@ -114,6 +116,7 @@ async def test_with_drafts_of_which_some_come_true_they_say_the_same(
     assert launches["with drafts"] > 3 and launches["taking drafts in"] > 3
 
 
+@pytest.mark.by_default("mamba2")
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_swapped_shared_and_forked_they_say_the_same(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launches: Counter[str]

@@ -193,6 +193,7 @@ def test_a_copied_block_may_be_scrubbed_first_and_its_source_swapped_out() -> No
 # --- the self-check ---
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_passes_the_self_check(family: str, dtype: torch.dtype) -> None:

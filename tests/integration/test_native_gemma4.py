@@ -101,6 +101,7 @@ def fresh(kind: str, dtype: torch.dtype) -> LoadedModel:
     return loaded
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     # Rounding sends rows to other experts, of the plain model as well, where not all are chosen.
@@ -151,6 +152,7 @@ def joined(kind: str, dtype: torch.dtype) -> LoadedModel:
     return loaded
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 @pytest.mark.parametrize("kind", sorted({*CONFIGS} - {"all experts"}))
 def test_all_layers_in_one_call_give_the_bits_of_one_after_the_other(kind: str, dtype: torch.dtype) -> None:

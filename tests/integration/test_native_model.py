@@ -221,6 +221,7 @@ def test_a_models_projections_carry_on_its_states(family: str, kernels: NativeKe
     assert_within_rounding(packed_sample(RecurrentForward(native)), plain, exact)
 
 
+@pytest.mark.by_default("mamba", "qwen3_5_hybrid")
 @pytest.mark.parametrize("family", ["mamba", "qwen3_5_hybrid", "lfm2_hybrid", "granite_hybrid_moe"])
 async def test_a_recurrent_model_speaks_as_without_kernels(family: str, tmp_path: Path) -> None:
     """With drafts, too, some of which are taken: they are of the same text with every fifth token changed."""
@@ -413,6 +414,7 @@ async def _hear(stream: Any) -> list[int]:
     return [token for delta in [delta async for delta in stream] for token in delta.token_ids]
 
 
+@pytest.mark.by_default("--quantization=int8", "--kv-cache-dtype=int8")
 @pytest.mark.parametrize("kept", ["--quantization=none", "--quantization=int8", "--kv-cache-dtype=int8"])
 async def test_greedy_text_is_the_same_with_drafts_and_in_a_crowd(kept: str, tmp_path: Path) -> None:
     """In bfloat16, bit for bit; without the kernels many rows may be rounded otherwise than few."""

@@ -248,6 +248,7 @@ QUICK = [("predicted", 1), ("predicted", 16), ("ngram", 16), ("suffix", 16)]
 SLOW = [(name, batch) for name in DRAFTS for batch in (1, 16) if (name, batch) not in QUICK]
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize(
     ("name", "batch"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
 )

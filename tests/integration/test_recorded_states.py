@@ -115,6 +115,7 @@ COURSES: dict[str, list[StepInputs]] = {
 }
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("family", RECORDED)
 @pytest.mark.parametrize("course", COURSES)
 def test_every_step_is_the_plain_one(family: str, course: str) -> None:

@@ -42,6 +42,7 @@ def tokens_of(length: int, seed: int = 0) -> list[int]:
 # --- loading ---
 
 
+@pytest.mark.by_default("mamba", "granite_hybrid_moe", "qwen3_5_hybrid", "rwkv", "lfm2_hybrid")
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_every_family_is_loaded_and_can_take_drafts_back(family: str, tmp_path: Path) -> None:
     settings = ModelSettings(dtype="float32", device="cpu", max_model_len=200)
@@ -58,6 +59,10 @@ def test_every_family_is_loaded_and_can_take_drafts_back(family: str, tmp_path: 
 # --- numbers ---
 
 
+@pytest.mark.by_default(
+    *("mamba2", "bamba_hybrid", "qwen3_next_hybrid"),
+    *("nemotron_h_hybrid", "granite_hybrid"),
+)
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_pieces_in_any_company_equal_the_whole(family: str) -> None:
     rng = np.random.default_rng(3)
@@ -83,6 +88,10 @@ def test_every_earlier_token_shows_in_the_last_logits(family: str) -> None:
         assert (whole_logits(family, changed)[-1] - last).abs().max() > 1e-2, place
 
 
+@pytest.mark.by_default(
+    *("dtype0-mamba", "dtype1-granite_hybrid_moe", "dtype2-qwen3_5_hybrid"),
+    *("dtype0-rwkv", "dtype1-lfm2_hybrid"),
+)
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_family_passes_the_self_check(family: str, dtype: torch.dtype) -> None:

@@ -66,6 +66,7 @@ def reference_outputs(family: str) -> list[list[int]]:
     ]
 
 
+@pytest.mark.by_default("mamba", "granite_hybrid_moe", "qwen3_5_hybrid", "rwkv", "lfm2_hybrid")
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_greedy_tokens_are_transformers_own(family: str) -> None:
     """Chunked prefill, requests that join and leave, four seats for nine."""
@@ -85,6 +86,7 @@ def test_greedy_tokens_are_transformers_own(family: str) -> None:
     batcher.kv.check_integrity()
 
 
+@pytest.mark.by_default("mamba", "granite_hybrid_moe", "rwkv", "qwen3_next_hybrid")
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_a_preempted_sequence_is_computed_again_to_the_same_end(family: str) -> None:
     requests = make_requests(temperature=0.0)
@@ -95,6 +97,7 @@ def test_a_preempted_sequence_is_computed_again_to_the_same_end(family: str) -> 
     assert [output_of(request) for request in requests] == reference_outputs(family)
 
 
+@pytest.mark.by_default("mamba", "granite_hybrid", "qwen3_5_hybrid", "lfm2_hybrid")
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_drawn_tokens_are_the_same_alone_and_in_a_crowd(family: str) -> None:
     crowd = make_requests(temperature=0.9, top_p=0.95)
@@ -146,6 +149,7 @@ def test_drafts_are_taken_back_from_states_and_tokens_stay_the_same(family: str,
     batcher.kv.check_integrity()
 
 
+@pytest.mark.by_default("mamba", "nemotron_h_hybrid", "qwen3_next_hybrid")
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_what_makes_steps_fail_is_ended_alone_and_the_seats_serve_others(family: str) -> None:
     requests = make_requests(temperature=0.0)
@@ -187,6 +191,7 @@ def test_what_makes_steps_fail_is_ended_alone_and_the_seats_serve_others(family:
             assert output_of(request) == expected
 
 
+@pytest.mark.by_default("mamba2", "rwkv", "bamba_hybrid")
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_a_step_that_ran_out_of_memory_is_tried_again_from_the_first_tokens(family: str) -> None:
     """No state can go back to before the step, so that whoever was aboard is computed again."""

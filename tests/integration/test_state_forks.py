@@ -70,6 +70,7 @@ def num_computed(decisions: list[BatchDecision]) -> int:
     return sum(decision.num_tokens for decision in decisions)
 
 
+@pytest.mark.by_default("mamba-9", "granite_hybrid_moe-64", "qwen3_5_hybrid-9", "rwkv-64", "lfm2_hybrid-9")
 @pytest.mark.parametrize("budget", [9, 64])
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_forks_have_the_text_of_separate_requests_and_their_prompt_is_computed_once(

@@ -59,6 +59,7 @@ def expected_outputs(family: str) -> list[list[int]]:
     return [generated(family, [*SHARED, *tail], MAX_TOKENS) for tail in TAILS]
 
 
+@pytest.mark.by_default("mamba-1", "granite_hybrid_moe-2", "qwen3_5_hybrid-16", "rwkv-1", "lfm2_hybrid-2")
 @pytest.mark.parametrize("num_snapshots", SNAPSHOTS)
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_requests_one_after_another_share_what_they_begin_with(family: str, num_snapshots: int) -> None:
@@ -73,6 +74,10 @@ def test_requests_one_after_another_share_what_they_begin_with(family: str, num_
         assert [request.num_cached_tokens for request in requests[2:]] == [20] * 4
 
 
+@pytest.mark.by_default(
+    *("mamba2-1", "bamba_hybrid-2", "qwen3_next_hybrid-16"),
+    *("nemotron_h_hybrid-1", "granite_hybrid-2"),
+)
 @pytest.mark.parametrize("num_snapshots", SNAPSHOTS)
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_requests_that_come_together_wait_for_the_first_one_s_state(family: str, num_snapshots: int) -> None:
@@ -84,6 +89,7 @@ def test_requests_that_come_together_wait_for_the_first_one_s_state(family: str,
     batcher.kv.check_integrity()
 
 
+@pytest.mark.by_default("mamba2", "qwen3_5_hybrid", "lfm2_hybrid")
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_the_next_turn_and_an_equal_prompt_begin_behind_what_was_computed(family: str) -> None:
     batcher, runner = caching_batcher(8), make_recurrent_runner(family, num_snapshots=8)
@@ -101,6 +107,7 @@ def test_the_next_turn_and_an_equal_prompt_begin_behind_what_was_computed(family
     assert output_of(following) == generated(family, next_prompt, 5)
 
 
+@pytest.mark.by_default("mamba", "granite_hybrid_moe", "rwkv")
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_preempted_requests_go_on_from_the_last_snapshot(family: str) -> None:
     requests, batcher = make_requests(), caching_batcher(8, num_blocks=17)

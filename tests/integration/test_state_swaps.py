@@ -89,6 +89,10 @@ def states_moved(decisions: Sequence[BatchDecision]) -> tuple[int, int]:
     return sum(len(each.states_out) for each in moves), sum(len(each.states_in) for each in moves)
 
 
+@pytest.mark.by_default(
+    *("mamba-False", "granite_hybrid_moe-True", "qwen3_5_hybrid-False"),
+    *("rwkv-True", "lfm2_hybrid-False"),
+)
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_requests_that_were_swapped_go_on_with_their_own_text(family: str, caching: bool) -> None:
@@ -173,6 +177,7 @@ def test_bytes_of_states_are_counted_with_those_of_blocks(family: str, num_block
     assert runner.run(back).swap_bytes == each + num_blocks * block_bytes
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("family", SOME)
 def test_forks_and_drafts_among_swaps_have_their_own_text(family: str, caching: bool) -> None:

@@ -85,6 +85,7 @@ def kind_of(linear: NativeLinear) -> int:
     return linear.weights.kind
 
 
+@pytest.mark.by_default("Q4_0", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4", "Q3_K", "Q8_0")
 @pytest.mark.parametrize("kind", BLOCK_FORMATS, ids=lambda kind: kind.name)
 def test_unpacked_weights_are_the_files(kind: Format, tmp_path: Path) -> None:
     """Their numbers are those of the `gguf` package: the logits are the dequantised model's."""
@@ -116,6 +117,7 @@ FLOATS = {
 }
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpoint", FLOATS.values(), ids=FLOATS)
 def test_eight_bit_floats_are_multiplied_as_they_are(
@@ -204,6 +206,7 @@ def test_kept_weights_lie_in_their_file_until_kernels_take_them(tmp_path: Path) 
     )
 
 
+@pytest.mark.by_default("olmoe")
 @pytest.mark.parametrize("family", ["olmoe", "qwen2_moe", "qwen3_moe"])
 def test_experts_of_quantized_safetensors_are_multiplied_as_they_are(family: str, tmp_path: Path) -> None:
     model = tiny_model(family)
@@ -216,6 +219,7 @@ def test_experts_of_quantized_safetensors_are_multiplied_as_they_are(family: str
     assert 0 < logits_distance(packed_sample(PackedForward(loaded)), expected) < 0.1
 
 
+@pytest.mark.by_default("gemma", "qwen3", "olmo2")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma", "granite", "olmo2", "smollm3"])
 def test_the_kernels_differ_by_the_rounding_of_inputs(family: str, tmp_path: Path) -> None:
     """Files mix formats, so that the parts of one product have several."""
@@ -227,6 +231,7 @@ def test_the_kernels_differ_by_the_rounding_of_inputs(family: str, tmp_path: Pat
     assert 1e-4 < logits_distance(packed_sample(PackedForward(loaded)), expected) < 0.05
 
 
+@pytest.mark.by_default("qwen2_moe")
 @pytest.mark.parametrize("family", ["olmoe", "qwen2_moe", "qwen3_moe"])
 def test_experts_stay_in_their_blocks(family: str, tmp_path: Path) -> None:
     """Gates, ups and downs of several formats, as files of Q4_K_M have them, and of plain numbers."""
@@ -272,6 +277,7 @@ def test_a_tensor_of_a_hybrid_without_a_place_is_refused(tmp_path: Path) -> None
         stored(path)
 
 
+@pytest.mark.by_default("qwen3_5_moe", "lfm2_hybrid")
 @pytest.mark.parametrize("family", ["qwen3_5_hybrid", "qwen3_5_moe", "lfm2_hybrid"])
 def test_hybrids_are_what_their_files_say(family: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"

@@ -169,6 +169,7 @@ def test_every_reply_has_its_form(plain: dict[str, Collected]) -> None:
     assert_valid(plain)
 
 
+@pytest.mark.by_default("predicted", "suffix, rejection", "trees", "crowded, swapped")
 @pytest.mark.parametrize("name", SPECULATION)
 async def test_drafts_chunks_and_pressure_change_nothing(
     name: str, directory: Path, heads: Path, plain: dict[str, Collected]

@@ -99,6 +99,7 @@ async def call_twice(client: openai.AsyncOpenAI, **fields: Any) -> None:
     assert first == second
 
 
+@pytest.mark.by_default("hermes", "mistral")
 @pytest.mark.parametrize("family", tool_templates.ALL)
 async def test_a_forced_choice_is_always_a_valid_call(model_directory: Path, family: str) -> None:
     named = {"type": "function", "function": {"name": "go"}}

@@ -86,6 +86,7 @@ def accept(rng: np.random.Generator, sequence: Growing) -> list[int]:
     return rows
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize("family", (*FAMILIES, "bloom", "falcon_alibi"))

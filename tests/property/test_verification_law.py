@@ -39,18 +39,21 @@ def p_of(verification: Verification, setting: str, propose: Propose, num_sequenc
     return law_p(tokens, target_law(WORLD, row, NUM_TOKENS), VOCAB)
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("verification", ["match", "rejection", "block"])
 def test_the_law_of_several_rounds(verification: Verification, setting: str) -> None:
     assert p_of(verification, setting, PROPOSALS["mixed"], 1000, seed=0) > 1e-3
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("setting", ["top-k", "penalties"])
 @pytest.mark.parametrize("verification", ["match", "rejection"])
 def test_the_law_of_trees_over_several_rounds(verification: Verification, setting: str) -> None:
     assert p_of(verification, setting, PROPOSALS["siblings"], 1000, seed=0) > 1e-3
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("drafts", PROPOSALS)
 @pytest.mark.parametrize("verification", ["rejection", "block"])
 def test_the_law_under_every_kind_of_draft(verification: Verification, drafts: str) -> None:

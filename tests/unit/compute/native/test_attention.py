@@ -60,6 +60,7 @@ def test_lengths_at_the_edges(kernels: NativeKernels, window: int | None) -> Non
     check(kernels, noise([Chunk(100, 70), Chunk(500, 40)], layer))
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256, 512])
 @pytest.mark.parametrize("heads_of_each", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_shapes_of_heads(kernels: NativeKernels, dim: int, heads_of_each: int) -> None:
@@ -172,6 +173,7 @@ class Stored:
         return list(torch.split(step.attend(query, self._call), counts))
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("kept", [None, torch.int8])
 @pytest.mark.parametrize(
     "call",

@@ -248,6 +248,7 @@ def test_values_are_normed(side: Side, dim: int, kv_parts: int) -> None:
     side.assert_close(pages[1].transpose(1, 2).flatten(0, 1)[slots], expected)
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("softcap", [None, 4.0])
 @pytest.mark.parametrize("dim", [32, 96, 128])
@@ -336,6 +337,7 @@ def test_attention_is_the_same_bits_in_any_company(side: Side, kept: torch.dtype
         assert torch.equal(attended(1099, 1100), whole[1099:])
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("family", ["llama", "qwen2_window", "qwen3", "gemma3"])
 def test_a_model(side: Side, family: str) -> None:
     """As its modules in the same dtype, up to rounding; all layers in one call have the bits of each."""

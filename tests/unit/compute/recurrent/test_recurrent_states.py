@@ -247,6 +247,7 @@ def uneven(shape: tuple[int, ...], strongest: float) -> torch.Tensor:
     return torch.where(torch.rand(shape) < 0.5, torch.rand(shape) * strongest, torch.tensor(0.01))
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("strongest", [0.1, 30.0])
 @pytest.mark.parametrize("num_groups", [1, 2, 4])
@@ -272,6 +273,7 @@ def test_the_structured_scan_is_its_recurrence(layout: Layout, strongest: float,
     assert_untouched(layout, slots.state, before)
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("strongest", [0.1, 30.0])
 @pytest.mark.parametrize("channels", [1, 6])

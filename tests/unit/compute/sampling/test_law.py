@@ -72,6 +72,7 @@ def pairs_p(tokens: list[int], truth: Row) -> float:
     return chi_square_p(pairs, np.outer(probs, probs).ravel())
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("spread", [by_position, by_seed])
 def test_draws_follow_the_law(name: str, spread: Callable[[Row], list[Row]]) -> None:

@@ -326,6 +326,7 @@ def test_the_block_rule_has_the_law_of_plain_decoding(drafting: str) -> None:
     assert distance(law_of(plans, by_block, 4), 4) < 1e-12
 
 
+@pytest.mark.by_default("two", "certain")
 @pytest.mark.parametrize("drafting", ["two", "certain", *TREES])
 def test_matching_has_the_law_of_plain_decoding(drafting: str) -> None:
     plans = {**CHAINS, **TREES}[drafting]

@@ -140,6 +140,7 @@ PROPOSALS = {
 }
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("drafts", PROPOSALS)
 @pytest.mark.parametrize("verification", ["rejection", "block"])
 def test_the_law_holds_where_a_grammar_forbids_drafts(verification: Verification, drafts: str) -> None:
@@ -189,6 +190,7 @@ def what_is_allowed(self: DraftedSequence, room: int) -> int:
     return min(num_drafts, self._num_allowed(num_drafts) + 1)
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize(
     ("method", "mistake", "propose"),
     [

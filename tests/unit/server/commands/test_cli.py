@@ -219,6 +219,7 @@ def test_a_reader_that_has_had_enough_is_no_traceback() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full")
+@pytest.mark.by_default("--help", "config show")
 @pytest.mark.parametrize("words", ["--help", "config show", "models"])
 def test_a_full_disk_is_one_line(words: str, tmp_path: Path) -> None:
     environ = {**os.environ, "SLIPSTREAM_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path)}
