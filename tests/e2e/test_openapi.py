@@ -62,7 +62,7 @@ ROUTES = {
     ("post", "/reset_prefix_cache"),
 }
 GENERATE = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/infill"}
-MANY, BROKEN, FEW = share_of(share_of(40)), share_of(12), 2  # examples of a route
+MANY, BROKEN, FEW = share_of(40, 8), share_of(12), 2  # examples of a route
 
 
 @dataclass

@@ -360,7 +360,7 @@ def test_nothing_a_model_writes_raises_or_depends_on_its_split(name: str) -> Non
     rng = random.Random(11)
     form = TOOL_FORMATS[name]
     alphabet = [*form.marks, *'{}[]",:; \\\nab', ADD, '"name"', form.openings[0][:5], "add", "</"]
-    for _ in range(share_of(1500)):
+    for _ in range(share_of(1500, 8)):
         text = "".join(rng.choices(alphabet, k=rng.randrange(1, 12)))
         for cut in (False, True):
             whole = CollectedReply.of(read(stage_of(form), [text], cut=cut))
