@@ -9,7 +9,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from pydantic import BaseModel
@@ -314,7 +314,7 @@ def hostile_bodies(seed: int) -> Iterator[HostileBody]:
                 yield _body("POST", path, f"{name} of {shape}", json.dumps(inner), (shape, size))
     for number in range(NUM_MIXED):
         path, fields = _mixed(draw)
-        yield HostileBody("POST", path, f"mixed {number}: {_told(fields)}", json.dumps(fields).encode)
+        yield HostileBody("POST", path, f"mixed {number}: {_told(fields)}", partial(_encoded, fields))
 
 
 def _sizes(shape: str) -> set[int]:
@@ -332,8 +332,12 @@ def _body(method: str, path: str, name: str, around: str, filling: tuple[str, in
     return HostileBody(method, path, f"{name}, {size} bytes", make)
 
 
+def _encoded(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields).encode()
+
+
 def _told(fields: dict[str, Any]) -> str:
-    told = {name: value if len(str(value)) < 20 else f"<{len(str(value))}>" for name, value in fields.items()}
+    told = {name: value if (size := len(str(value))) < 20 else f"<{size}>" for name, value in fields.items()}
     return " ".join(f"{name}={value}" for name, value in told.items())
 
 
