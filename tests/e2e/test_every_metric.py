@@ -47,20 +47,28 @@ class Scrapes:
     def __init__(self) -> None:
         self.most: dict[Series, float] = {}
         self.labels_of: dict[str, set[tuple[str, str]]] = {}
+        self.series_of: dict[str, Series] = {}
 
     async def scrape(self, url: str) -> None:
         """Ask once, without a key."""
         reply = await ask(url, "GET", "/metrics")
         assert reply.status == 200
-        # The parser takes long, and most of a page are buckets, which say no more than their sums and counts.
-        page = "".join(line for line in reply.body.decode().splitlines(True) if "_bucket{" not in line)
-        for family in text_string_to_metric_families(page):
-            for sample in family.samples if family.name.startswith("slipstream_") else ():
-                assert sample.labels.pop("model_name") in (MODEL, RECURRENT_MODEL)
-                labels = tuple(sorted(sample.labels.items()))
-                series = (sample.name, labels)
-                self.most[series] = max(self.most.get(series, 0.0), sample.value)
-                self.labels_of.setdefault(sample.name, set()).update(labels)
+        for line in reply.body.decode().splitlines():
+            # Most of a page are buckets, which say no more than their sums and counts.
+            if line.startswith("slipstream_") and "_bucket{" not in line:
+                text, _, value = line.rpartition(" ")
+                series = self.series_of.get(text) or self.add(text)
+                self.most[series] = max(self.most[series], float(value))
+
+    def add(self, text: str) -> Series:
+        """A series that has come, by its name and labels as the page shows them; the parser takes long."""
+        ((sample,),) = (family.samples for family in text_string_to_metric_families(f"{text} 0\n"))
+        assert sample.labels.pop("model_name") in (MODEL, RECURRENT_MODEL)
+        labels = tuple(sorted(sample.labels.items()))
+        self.labels_of.setdefault(sample.name, set()).update(labels)
+        self.series_of[text] = series = (sample.name, labels)
+        self.most.setdefault(series, 0.0)
+        return series
 
     def empty(self) -> list[str]:
         """The series that never showed more than 0, as `name label=value,...`."""
