@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import cast
 
 import pytest
@@ -71,6 +72,7 @@ class Broken:
         raise RuntimeError("broken")
 
 
+@cache
 def step_of(num_tokens: int) -> StepInputs:
     parts = [Part([0], 0, 1, range(row, row + 1)) for row in range(num_tokens)]
     return pack_step(parts, 16)
@@ -82,7 +84,7 @@ def test_numbers_that_are_tried() -> None:
     assert fewer_and_fewer(8) == (8, 7, 5, 4, 3, 2, 1)
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.2])
+@pytest.mark.parametrize("noise", [0.2, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_a_quiet_machine_has_all_threads_and_is_hardly_ever_tried(noise: float) -> None:
     machine = Machine(noise=noise)
     ran = machine.serve(300)
