@@ -89,6 +89,7 @@ def way(request: pytest.FixtureRequest) -> tuple[EngineShape, bool]:
     return EngineShape(schedule=schedule), is_cheap
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("fault", SPOILS)
 async def test_absurd_answers(fault: str, way: tuple[EngineShape, bool]) -> None:
     shape, is_cheap = way
@@ -143,6 +144,7 @@ def gate() -> Iterator[threading.Event]:
     gate.set()
 
 
+@pytest.mark.by_default("sync", "async")
 @pytest.mark.parametrize("schedule", ["sync", "async", "auto"])
 async def test_a_drafter_that_hangs_and_a_stop_all_the_same(
     schedule: Schedule, gate: threading.Event
@@ -232,13 +234,15 @@ async def test_a_stop_string_ends_text_tokens_and_counts_where_it_does_without_d
     assert drafter.num_calls > 0
 
 
+@pytest.mark.parametrize("num_bursts", [20, pytest.param(67, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("schedule", ["sync", "async", "auto"])
-async def test_ten_thousand_cancels_leave_nothing(schedule: Schedule) -> None:
+async def test_ten_thousand_cancels_leave_nothing(schedule: Schedule, num_bursts: int) -> None:
+    """Of 67 bursts for each of three schedules."""
     drafters = [FakeDrafter(alpha=1.0), FakeDrafter(method="ngram", alpha=0.5, is_cheap=True, is_shy=True)]
     shape = EngineShape(schedule=schedule, max_num_seqs=64, num_blocks=600, max_num_batched_tokens=512)
     async with running_engine(shape, drafters=drafters, inline=True) as harness:
         harness.runner.instant = True
-        for number in range(67):  # for each of three schedules
+        for number in range(num_bursts):
             streams = [harness.submit([1, 2, 3, number % 200], 100) for _ in range(50)]
             for _ in range(number % 12):
                 await asyncio.sleep(0)
@@ -256,6 +260,7 @@ async def test_ten_thousand_cancels_leave_nothing(schedule: Schedule) -> None:
         assert sum(drafter.num_drafted for drafter in drafters) > 0
 
 
+@pytest.mark.slow
 def test_a_process_with_a_hung_drafter_ends() -> None:
     program = """
         import asyncio, threading, time

@@ -7,6 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from config import load_settings
 from engine import build_engine
 from tests.e2e.http_server import server_url
@@ -15,7 +17,6 @@ from tests.support.native import WITHOUT_KERNELS
 from tests.support.speculated import single_threaded
 from tests.support.tiny_models import VOCAB_SIZE, save_tiny_model
 
-NUM_REQUESTS = 16
 NUM_BLOCKS, BLOCK_SIZE = 10, 16
 NEEDED_TOKENS = NUM_BLOCKS * BLOCK_SIZE * 6 // 10
 PROMPT_TOKENS = 30
@@ -23,8 +24,9 @@ BLOCK_BYTES = 8192  # of the tiny model in float32; checked below
 HOST_BLOCKS = 7  # room for one of them: the others must be computed again
 
 
-async def test_sixteen_requests_of_most_of_the_cache_each_complete_with_their_serial_text(
-    tmp_path: Path,
+@pytest.mark.parametrize("num_requests", [6, pytest.param(16, marks=pytest.mark.slow)])
+async def test_requests_of_most_of_the_cache_each_complete_with_their_serial_text(
+    num_requests: int, tmp_path: Path
 ) -> None:
     directory = save_tiny_model("llama", tmp_path / "llama")
     flags = {
@@ -47,7 +49,7 @@ async def test_sixteen_requests_of_most_of_the_cache_each_complete_with_their_se
             "ignore_eos": True,
             "return_token_ids": True,
         }
-        for number in range(NUM_REQUESTS)
+        for number in range(num_requests)
     ]
 
     engine = build_engine(settings)

@@ -15,7 +15,7 @@ from tests.support.loop_lag import loop_lags
 from tests.support.paced_engine import PacedEngine
 from tests.support.sse_reader import Found, read_streams, room_for_sockets
 
-STREAMS, TOKENS, PER_SECOND = 1000, 6, 250
+TOKENS, PER_SECOND = 6, 250
 BATCH, STEP_S = 64, 0.02
 LIMIT_S = 0.05
 ATTEMPTS = 2  # what comes while others have the core comes in bursts
@@ -31,22 +31,23 @@ def settled_memory() -> Iterator[None]:
     gc.set_threshold(*threshold)
 
 
-async def lag_beside_the_streams() -> float:
+async def lag_beside_the_streams(num_streams: int) -> float:
     """Seconds that the loop's work made 99 of 100 timers late by at most while all streams ran."""
-    engine = PacedEngine(crowd=STREAMS)
+    engine = PacedEngine(crowd=num_streams)
     async with server_url(engine) as url, loop_lags() as lags:
-        reading = asyncio.create_task(read_streams(url, STREAMS, TOKENS, PER_SECOND))
+        reading = asyncio.create_task(read_streams(url, num_streams, TOKENS, PER_SECOND))
         await engine.crowded.wait()  # every request has come, none has got a token
         async with engine.stepping(BATCH, STEP_S):
             found = await reading
         assert (await ask(url, "GET", "/health")).status == 200
-    assert found == Found(whole=STREAMS, events=STREAMS * (TOKENS + 1), first_fault=None)
+    assert found == Found(whole=num_streams, events=num_streams * (TOKENS + 1), first_fault=None)
     return lags.percentile_own(99)
 
 
-async def test_a_thousand_streams_come_whole_and_the_loop_stays_free() -> None:
-    with room_for_sockets(4 * STREAMS):
-        lags = [await lag_beside_the_streams()]
+@pytest.mark.parametrize("num_streams", [300, pytest.param(1000, marks=pytest.mark.slow)])
+async def test_a_thousand_streams_come_whole_and_the_loop_stays_free(num_streams: int) -> None:
+    with room_for_sockets(4 * num_streams):
+        lags = [await lag_beside_the_streams(num_streams)]
         while min(lags) > LIMIT_S and len(lags) < ATTEMPTS:
-            lags.append(await lag_beside_the_streams())
+            lags.append(await lag_beside_the_streams(num_streams))
     assert min(lags) < LIMIT_S

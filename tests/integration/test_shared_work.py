@@ -144,22 +144,23 @@ async def test_forks_give_the_text_of_separate_requests(model_directory: Path) -
     assert len({tuple(text) for text in texts(expected)}) == 4, "each choice draws its own"
 
 
+@pytest.mark.by_default
+@pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
 async def test_a_full_cache_gives_the_text_of_a_large_one_by_recompute_and_by_swap(
-    model_directory: Path,
+    model_directory: Path, mode: str
 ) -> None:
     requests = [request_of(f"{i}", prompt, i, num_tokens=40) for i, prompt in enumerate(prompts(6, 20, 4))]
     async with serving(model_directory, preemption="recompute", num_kv_blocks=256) as large:
         expected = texts(await large.generate(requests))
         assert not large.engine.metrics.preemptions.total()
         assert large.parts.batcher.kv.host.num_blocks == 0
-    for mode in ("recompute", "swap", "auto"):
-        for caching in (False, True):
-            async with serving(
-                model_directory, preemption=mode, prefix_caching=caching, num_kv_blocks=30
-            ) as small:
-                assert texts(await small.generate(requests)) == expected, (mode, caching)
-                preemptions = small.engine.metrics.preemptions
-                assert preemptions.total() >= 2
-                if mode != "auto":
-                    assert set(+preemptions) == {mode}
-                assert (small.runner.swap.reserved_bytes > 0) is (preemptions["swap"] > 0)
+    for caching in (False, True):
+        async with serving(
+            model_directory, preemption=mode, prefix_caching=caching, num_kv_blocks=30
+        ) as small:
+            assert texts(await small.generate(requests)) == expected, caching
+            preemptions = small.engine.metrics.preemptions
+            assert preemptions.total() >= 2
+            if mode != "auto":
+                assert set(+preemptions) == {mode}
+            assert (small.runner.swap.reserved_bytes > 0) is (preemptions["swap"] > 0)

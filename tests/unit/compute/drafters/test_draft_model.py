@@ -291,11 +291,12 @@ def test_logits_fit_the_targets_vocabulary() -> None:
     assert fit_vocabulary(logits, 4).tolist() == [[1.0, 2.0, 9.0, -torch.inf]]
 
 
-def test_ten_thousand_sequences_leave_no_block(stub: type[StubForward]) -> None:
+@pytest.mark.parametrize("num_sequences", [2000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_ten_thousand_sequences_leave_no_block(stub: type[StubForward], num_sequences: int) -> None:
     drafter = make_drafter(num_blocks=12, max_num_seqs=4, max_read_tokens=8)
     rng = random.Random(0)
     open_ids: dict[str, int] = {}  # with the tokens known of each
-    for number in range(10_000):
+    for number in range(num_sequences):
         request_id = f"r{number}"
         prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(1, 14))]
         jobs = [job(request_id, prompt, num_wanted=rng.randrange(3))]
