@@ -212,6 +212,7 @@ ROWS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
+@pytest.mark.by_default("9")
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("at", [1, 9])
 async def test_a_row_or_a_text_that_fails_ends_its_request_alone(
@@ -393,6 +394,7 @@ DRAFTS: dict[str, tuple[list[dict[str, Any]], dict[str, int]]] = {
 }
 
 
+@pytest.mark.by_default("garbage", "each on one request")
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("case", DRAFTS)
 async def test_drafts_that_go_wrong_cost_speed_only(case: str, model: Path, texts: tuple[str, ...]) -> None:
@@ -491,6 +493,7 @@ async def test_without_the_leak_aborts_lose_nothing(model: Path) -> None:
         assert await server.figure("requests_total", 'finish_reason="abort"') == 3
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_process_without_the_opt_in_ignores_its_plan(model: Path, texts: tuple[str, ...]) -> None:
     plan = [{"point": "tokenize_raise", "count": -1}, {"point": "forward_raise", "count": -1}]

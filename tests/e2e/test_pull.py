@@ -42,6 +42,7 @@ def slipstream(*lines: str, env: dict[str, str]) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=90)
 
 
+@pytest.mark.slow
 def test_a_killed_pull_goes_on_where_it_was_and_what_came_is_listed(hub: FakeHub, tmp_path: Path) -> None:
     env = environment(hub, tmp_path)
     content = save_tiny_gguf(tmp_path / "t.gguf").read_bytes() + bytes(2 * PIECE)
@@ -64,6 +65,7 @@ def test_a_killed_pull_goes_on_where_it_was_and_what_came_is_listed(hub: FakeHub
     assert (name, size, stored, verdict) == ("org/t:F32", str(len(content)), "GGUF F32", "yes")
 
 
+@pytest.mark.slow
 def test_no_network_is_one_line_and_code_2(hub: FakeHub, tmp_path: Path) -> None:
     env = {**environment(hub, tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
     found = slipstream("pull org/t", env=env)

@@ -31,6 +31,7 @@ def in_pipe(*argv: str, question: str = "", **environ: str) -> subprocess.Comple
     )
 
 
+@pytest.mark.slow
 def test_a_question_in_a_pipe_gets_the_answer_and_nothing_else(flags: tuple[str, ...]) -> None:
     found = in_pipe(*flags, "--max-tokens=5", "--seed", "3", question="What is it?\n")
     assert (found.returncode, found.stderr) == (0, "")
@@ -48,6 +49,7 @@ def test_the_batches_that_a_server_has_left_open_are_left_to_the_next_server(
     store.close()
     found = in_pipe(*flags, "--max-tokens=5", question="What is it?\n", SLIPSTREAM_HOME=str(tmp_path))
     assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout.strip()
     store = BatchStore(tmp_path / "state")
     assert store.find_batch("batch_1", "") == batch
     store.close()
@@ -64,6 +66,7 @@ def test_what_cannot_be_served_is_the_line_of_serve_and_code_2(
     assert err.startswith("slipstream: Model and K/V take ") and err.count("\n") == 1
 
 
+@pytest.mark.slow
 async def test_a_conversation_needs_no_server(flags: tuple[str, ...]) -> None:
     with Terminal("run", *flags, "--max-tokens", "4", env={"HF_HUB_OFFLINE": "1"}) as terminal:
         await terminal.expect(r"loading tiny\n")

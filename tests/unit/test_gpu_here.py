@@ -35,6 +35,7 @@ def run(folder: Path) -> tuple[int, dict[str, tuple[str, str]]]:
     return code, {each["name"].split("::")[-1]: (each["outcome"], each["message"]) for each in tests}
 
 
+@pytest.mark.slow
 def test_every_outcome_is_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, outcomes = run(folder)
     assert code == here.FAILED

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 LEFT_OUT = """
 import sys
 from engine.compute.lean_transformers import prepare_transformers
@@ -88,10 +90,12 @@ def test_what_is_left_out_is_there_when_asked_for() -> None:
     run(LEFT_OUT)
 
 
+@pytest.mark.slow
 def test_a_transformers_that_is_there_already_stays_as_it_is() -> None:
     run(PLAIN_AFTERWARDS)
 
 
+@pytest.mark.slow
 def test_no_name_of_transformers_is_lost() -> None:
     plain, lean = run(EVERY_NAME), run(EVERY_NAME, "lean")
     assert "LlamaForCausalLM" in plain and lean == plain
