@@ -145,6 +145,8 @@ async def law_p(
     return p
 
 
+# Of matching the other tests of whole engines show more: it gives the very tokens.
+@pytest.mark.by_default("rejection", "block")
 @pytest.mark.parametrize("verification", ["match", "rejection", "block"])
 async def test_the_law_of_a_server_is_the_target_s(
     verification: str, models: tuple[Path, Path], law: Float64

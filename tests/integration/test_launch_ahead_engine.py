@@ -12,6 +12,7 @@ import pytest
 from engine.plan.request import FinishReason
 from tests.support.ahead_asks import StepCount, adjusted_families, plain_families
 from tests.support.ahead_runner import AheadOnHost
+from tests.support.examples import share_of
 from tests.support.repetitive_world import Family, save_repetitive_model
 from tests.support.speculated import Run, differences, engine_of, run, single_threaded
 
@@ -32,7 +33,7 @@ def target(small: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def families() -> list[Family]:
-    return plain_families(48)
+    return plain_families(share_of(48, 2))
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,7 @@ CELLS = {
 }
 
 
+@pytest.mark.by_default("in chunks", "by default", "in little memory")
 @pytest.mark.parametrize("cell", CELLS)
 async def test_text_is_the_same(cell: str, target: Path, families: list[Family], expected: Run) -> None:
     count = StepCount()

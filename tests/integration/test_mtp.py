@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +12,10 @@ import torch
 from config import load_settings
 from engine.startup.build import load_parts
 from engine.startup.doctor import diagnose
+from tests.support.examples import share_of
 from tests.support.native import WITHOUT_KERNELS, compiled_home
 from tests.support.repetitive_world import Family, World, make_families
-from tests.support.speculated import differences, engine_of, run, single_threaded
+from tests.support.speculated import Run, differences, engine_of, run, single_threaded
 from tests.support.speculation_matrix import ALWAYS, SETTINGS, speak_drafted, speak_plainly
 from tests.support.tiny_mtp import FAMILIES, TinyMtp
 
@@ -35,22 +37,31 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def families(target: Path) -> list[Family]:
-    return make_families(World(target, target, target, target, PHRASES), 20)
+    return make_families(World(target, target, target, target, PHRASES), share_of(20, 2))
 
 
-async def test_text_is_the_same_with_the_module(target: Path, families: list[Family]) -> None:
+@pytest.fixture(scope="module")
+def expected(small: None, target: Path, families: list[Family]) -> Run:
+    return asyncio.run(speak_plainly(target, families))
+
+
+@pytest.mark.by_default(
+    *("glm4_moe-crowd", "deepseek_v3-chunks", "glm4_moe_lite-recompute", "mimo-recompute"),
+    *("qwen3_5-recompute", "qwen3_5_moe-crowd", "qwen3_next-chunks"),
+)
+@pytest.mark.parametrize("setting", ["crowd", "chunks", "recompute"])
+async def test_text_is_the_same_with_the_module(
+    setting: str, target: Path, families: list[Family], expected: Run
+) -> None:
     """In a crowd, in pieces of prompts and preempted."""
-    expected = await speak_plainly(target, families)
     flags = ["--speculative-method", "mtp", "--speculation-schedule", "sync", *ALWAYS]
-    accepted = rejected = 0
-    for name in ("crowd", "chunks", "recompute"):
-        found = await speak_drafted(target, flags, SETTINGS[name], families, expected)
-        assert differences(expected, found) == []
-        accepted += found.stats.num_accepted
-        rejected += found.stats.num_proposed - found.stats.num_accepted
+    found = await speak_drafted(target, flags, SETTINGS[setting], families, expected)
+    assert differences(expected, found) == []
+    accepted, rejected = found.stats.num_accepted, found.stats.num_proposed - found.stats.num_accepted
     assert min(accepted, rejected) > 30, (accepted, rejected)
 
 
+@pytest.mark.by_default("deepseek_v3", "mimo", "qwen3_next")
 async def test_it_drafts_by_default_and_says_so(target: Path) -> None:
     settings = load_settings([str(target), "--kv-cache-memory", "4MiB"], environ=WITHOUT_KERNELS)
     found = diagnose(settings)

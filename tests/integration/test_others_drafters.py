@@ -50,6 +50,7 @@ def publish_medusa(world: World, directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow
 async def test_published_medusa_heads_change_no_text(world: World, tmp_path: Path) -> None:
     families = make_families(world, 12)
     expected = await speak_plainly(world.target, families)

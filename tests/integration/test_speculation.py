@@ -45,13 +45,13 @@ def world(small: None, tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture(scope="module")
 def families(world: World) -> list[Family]:
-    return make_families(world, share_of(64))
+    return make_families(world, share_of(64, 2))
 
 
 @pytest.fixture(scope="module")
 def fewer(families: list[Family]) -> list[Family]:
     """Enough for drafters that always have something to say."""
-    return families[: share_of(48)]
+    return families[: share_of(48, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,8 @@ def expected(world: World, families: list[Family]) -> Run:
     return asyncio.run(speak_plainly(world.target, families))
 
 
+# A draft model, too, drafts by default, both ways: in the tests below.
+@pytest.mark.by_default("n-gram-async", "suffix-sync", "Medusa-sync", "EAGLE-async")
 @pytest.mark.parametrize("schedule", SETTINGS_OF)
 @pytest.mark.parametrize("source", SOURCES)
 async def test_text_is_the_same_whoever_drafts(
@@ -89,61 +91,65 @@ async def test_text_is_the_same_whoever_drafts(
         tally.assert_drafted(source, in_all=10)
 
 
+@pytest.mark.by_default("heads-crowd", "draft model and heads-swap, threads")
+@pytest.mark.parametrize("setting", ["crowd", "swap, threads"])
 @pytest.mark.parametrize(
-    "more", [("--draft-heads", "eagle_heads"), ("--draft-model", "near", "--medusa-heads", "medusa_heads")]
+    "more",
+    [("--draft-heads", "eagle_heads"), ("--draft-model", "near", "--medusa-heads", "medusa_heads")],
+    ids=["heads", "draft model and heads"],
 )
 async def test_text_is_the_same_by_default(
-    more: tuple[str, ...], world: World, fewer: list[Family], expected: Run
+    more: tuple[str, ...], setting: str, world: World, fewer: list[Family], expected: Run
 ) -> None:
     """Whoever is at hand drafts as long as it pays."""
     flags = [str(getattr(world, flag, flag)) for flag in more]
-    for name in ("crowd", "swap, threads"):
-        found = await speak_drafted(world.target, flags, SETTINGS[name], fewer, expected)
-        assert differences(expected, found) == []
-        assert found.stats.num_accepted > 0
+    found = await speak_drafted(world.target, flags, SETTINGS[setting], fewer, expected)
+    assert differences(expected, found) == []
+    assert found.stats.num_accepted > 0
 
 
+@pytest.mark.by_default("recompute")
+@pytest.mark.parametrize("setting", ["crowd", "recompute"])
 async def test_text_is_the_same_whichever_outcomes_are_drafted_for(
-    world: World, fewer: list[Family], expected: Run, monkeypatch: pytest.MonkeyPatch
+    setting: str, world: World, fewer: list[Family], expected: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RunAhead, "_would_keep_from_more", lambda self, seconds: False)
     flags = [*SOURCES["draft model"].flags_in(world), "--speculation-schedule", "async", *ALWAYS]
-    for name in ("crowd", "recompute"):
-        found = await speak_drafted(
-            world.target, [*flags, "--draft-lanes", "3"], SETTINGS[name], fewer, expected
-        )
-        assert differences(expected, found) == []
-        assert found.stats.run_ahead["lane"] > 0
+    found = await speak_drafted(
+        world.target, [*flags, "--draft-lanes", "3"], SETTINGS[setting], fewer, expected
+    )
+    assert differences(expected, found) == []
+    assert found.stats.run_ahead["lane"] > 0
 
 
+@pytest.mark.by_default("rejection-crowd", "block-recompute")
+@pytest.mark.parametrize("setting", ["crowd", "recompute"])
 @pytest.mark.parametrize("verification", ["rejection", "block"])
 async def test_greedy_text_is_the_same_by_any_verification(
-    verification: str, world: World, fewer: list[Family], expected: Run
+    verification: str, setting: str, world: World, fewer: list[Family], expected: Run
 ) -> None:
     """Beside others who draw, and whose text may be another."""
     flags = [*SOURCES["draft model"].flags_in(world), "--draft-verification", verification, *ALWAYS]
     flags += ["--speculation-schedule", "sync"]
-    for name in ("crowd", "recompute"):
-        found = await speak_drafted(world.target, flags, SETTINGS[name], fewer, expected)
-        found.spoken = {each: found.spoken[each] for each, kind in found.kinds.items() if kind == "greedy"}
-        assert differences(expected, found) == []
-        assert min(found.stats.num_accepted, found.stats.num_proposed - found.stats.num_accepted) > 50
+    found = await speak_drafted(world.target, flags, SETTINGS[setting], fewer, expected)
+    found.spoken = {each: found.spoken[each] for each, kind in found.kinds.items() if kind == "greedy"}
+    assert differences(expected, found) == []
+    assert min(found.stats.num_accepted, found.stats.num_proposed - found.stats.num_accepted) > 50
 
 
+@pytest.mark.by_default("granite_hybrid-async-recompute", "qwen3_5_hybrid-sync-chunks")
+@pytest.mark.parametrize(("schedule", "setting"), [("sync", "chunks"), ("async", "recompute")])
 @pytest.mark.parametrize("family", ["granite_hybrid", "qwen3_5_hybrid"])
 async def test_text_is_the_same_where_only_drafts_can_be_taken_back(
-    family: str, world: World, fewer: list[Family], tmp_path: Path
+    family: str, schedule: str, setting: str, world: World, fewer: list[Family], tmp_path: Path
 ) -> None:
     """State is cut back to each draft that was accepted, in pieces of prompts and after preemption."""
     target = save_tiny_model(family, tmp_path / family)
     some = fewer[::2]
     expected = await speak_plainly(target, some)
-    for schedule, name in (("sync", "chunks"), ("async", "recompute")):
-        flags = ["--draft-model", str(world.near), "--speculation-schedule", schedule, *ALWAYS]
-        found = await speak_drafted(target, flags, SETTINGS[name], some, expected)
-        assert differences(expected, found) == []
-        assert any(map(is_cut, found.spoken.values()))
-        assert found.stats.num_fallbacks == 0
-        assert (
-            schedule == "async" or found.stats.num_proposed > 50
-        )  # drafts may be late for such a small target
+    flags = ["--draft-model", str(world.near), "--speculation-schedule", schedule, *ALWAYS]
+    found = await speak_drafted(target, flags, SETTINGS[setting], some, expected)
+    assert differences(expected, found) == []
+    assert any(map(is_cut, found.spoken.values()))
+    assert found.stats.num_fallbacks == 0
+    assert schedule == "async" or found.stats.num_proposed > 50  # drafts may be late for such a small target
