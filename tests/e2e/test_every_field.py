@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +47,14 @@ VLLM_CHAT = {
     *("chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
     *("documents", "echo"),
 }
-ROWS = [pytest.param(row, path, id=f"{row.name}-{path[4:8]}") for row in FIELDS for path in row.paths]
+
+
+def cases(fields: Iterable[RequestField]) -> list[Any]:
+    """Each of them in each endpoint's requests."""
+    return [pytest.param(row, path, id=f"{row.name}-{path[4:8]}") for row in fields for path in row.paths]
+
+
+ROWS = cases(FIELDS)
 
 
 def names(path: str) -> set[str]:
@@ -76,6 +83,7 @@ async def test_every_row_of_the_table_says_something() -> None:
 # What it may be: every boundary, against an engine that answers anything.
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize(("row", "path"), ROWS)
 async def test_what_is_within_bounds_is_taken(url: str, row: RequestField, path: str) -> None:
     for value in (*row.good, None):
@@ -85,6 +93,7 @@ async def test_what_is_within_bounds_is_taken(url: str, row: RequestField, path:
         assert reply.status in (200, 504), (value, reply.body)  # 504: that deadline cannot be met
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize(("row", "path"), ROWS)
 async def test_what_is_out_of_bounds_is_400_and_named(url: str, row: RequestField, path: str) -> None:
     for value in row.bad:
@@ -253,23 +262,37 @@ async def said(servers: Servers, path: str, mode: str) -> Said:
     return Said(text, choice["token_ids"])
 
 
-@pytest.mark.parametrize(("row", "path"), ROWS)
-async def test_it_shows_and_speculation_changes_nothing(
+@pytest.mark.by_default
+@pytest.mark.parametrize(("row", "path"), cases(row for row in FIELDS if row.is_good_anywhere))
+async def test_speculation_changes_nothing_whatever_its_value(
     servers: Servers, row: RequestField, path: str
 ) -> None:
-    for mode in MODES:
-        basics = {**BASIC[path], **MODES[mode]}
-        words = await said(servers, path, mode)
-        beside = {**basics, **row.beside(words)}
-        if row.is_good_anywhere and mode == "seeded":
-            short = {**basics, "max_tokens": 8, **row.needs}
-            await servers.ask_together(path, [{**short, row.name: value} for value in row.good])
-        if row.shows is None or mode not in row.modes:
-            continue
-        shown = {**beside, **row.shows(words)}
-        if row.name == "cache_salt":
-            servers.replies.pop(path + json.dumps(beside, sort_keys=True), None)  # now it is in the cache
-        assert await servers.ask(path, shown) != await servers.ask(path, beside), (mode, shown)
+    short = {**BASIC[path], **MODES["seeded"], "max_tokens": 8, **row.needs}
+    await servers.ask_together(path, [{**short, row.name: value} for value in row.good])
+
+
+@pytest.mark.by_default
+@pytest.mark.parametrize(
+    ("row", "path", "mode"),
+    [
+        pytest.param(row, path, mode, id=f"{row.name}-{path[4:8]}-{mode}")
+        for row in FIELDS
+        for path in row.paths
+        for mode in row.modes
+        if row.shows
+    ],
+)
+async def test_it_shows_and_speculation_changes_nothing(
+    servers: Servers, row: RequestField, path: str, mode: str
+) -> None:
+    basics = {**BASIC[path], **MODES[mode]}
+    words = await said(servers, path, mode)
+    beside = {**basics, **row.beside(words)}
+    assert row.shows is not None
+    shown = {**beside, **row.shows(words)}
+    if row.name == "cache_salt":
+        servers.replies.pop(path + json.dumps(beside, sort_keys=True), None)  # now it is in the cache
+    assert await servers.ask(path, shown) != await servers.ask(path, beside), shown
 
 
 async def test_drafts_are_accepted_meanwhile(servers: Servers) -> None:
