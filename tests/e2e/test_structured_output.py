@@ -169,6 +169,7 @@ async def test_bad_sources_are_400_and_leave_nothing(directory: Path) -> None:
         assert engine.metrics.requests_started == 0
 
 
+@pytest.mark.by_default("auto")
 @pytest.mark.parametrize("method", ["none", "auto"])
 async def test_streams_say_what_whole_replies_say_and_both_have_the_form(
     directory: Path, method: str

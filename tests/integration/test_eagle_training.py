@@ -378,6 +378,7 @@ def test_prompts_that_the_model_writes_are_answered_too_and_kept(model: Path, tm
         train_drafter(settings, plan, Watch())
 
 
+@pytest.mark.slow
 def test_the_model_writes_prompts_no_longer_than_it_may(model: Path, tmp_path: Path) -> None:
     settings = load_settings([str(model), "--dtype", "float32"], WITHOUT_KERNELS)
     plan = replace(make_plan(tmp_path / "out"), num_own_prompts=10**6, minutes=0.1)
@@ -406,6 +407,7 @@ def saved_recipe(directory: Path) -> dict[str, Any]:
     return recipe
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_keeps_what_it_has(model: Path, tmp_path: Path) -> None:
     settings = load_settings([str(model), "--dtype", "bfloat16"], WITHOUT_KERNELS)
     plan = make_plan(tmp_path / "out")

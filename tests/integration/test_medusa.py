@@ -289,6 +289,7 @@ def test_a_run_that_is_stopped_keeps_what_it_has(model: Path, tmp_path: Path) ->
     load_medusa_heads(plan.output, load_model(model, settings.model))
 
 
+@pytest.mark.slow
 def test_a_run_of_few_minutes_ends_in_time_and_too_little_is_refused(model: Path, tmp_path: Path) -> None:
     settings = load_settings([str(model), "--dtype", "float32"], WITHOUT_KERNELS)
     plan = replace(make_plan(tmp_path / "out"), num_tokens=10**9, num_epochs=1000, minutes=0.05)

@@ -86,6 +86,21 @@ def logits_of(loaded: LoadedModel, chunks: int) -> list[torch.Tensor]:
     return run_schedule(PackedForward(loaded), sequences, steps, 4, rng)
 
 
+@pytest.mark.by_default(
+    *(
+        "llama tied",
+        "gemma3",
+        "cohere2",
+        "gpt_oss",
+        "olmo3",
+        "qwen2_moe",
+        "qwen2_window",
+        "phi3",
+        "glm4",
+        "starcoder2",
+        "granite",
+    )
+)
 @pytest.mark.parametrize("family", JOINED)
 def test_the_bits_are_those_of_layer_after_layer(family: str) -> None:
     apart, together = (on_kernels(family, **JOINED[family]) for _ in range(2))
@@ -109,6 +124,7 @@ def test_drafts_in_a_tree_have_the_bits_of_layer_after_layer(family: str) -> Non
     assert torch.equal(*found)
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("context", [3, 62, 510])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2_window"])
 def test_a_draft_in_a_tree_has_the_bits_that_it_has_in_a_chain(family: str, context: int) -> None:

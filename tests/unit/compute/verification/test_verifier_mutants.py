@@ -76,6 +76,7 @@ def before_drawing(change: Callable[[Round, Int64], None], rule: Rule = token_ru
 # The controls: what the mutants change is right as it is.
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("propose", [SAMPLED, CERTAIN, tree("siblings")], ids=["sampled", "certain", "tree"])
 @pytest.mark.parametrize("rule", [token_rule, block_rule])
 def test_the_verifiers_themselves_pass(rule: Rule, propose: Propose) -> None:
@@ -94,6 +95,7 @@ def test_rejects_a_one_hot_residual_for_a_sampled_draft(rule: Rule, monkeypatch:
     assert p_of(RejectionVerifier(SAMPLER, rule), SAMPLED) < 1e-6
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("propose", [SAMPLED, CERTAIN, tree("ranked")], ids=["sampled", "certain", "tree"])
 @pytest.mark.parametrize("mistake", ["argmax", "target"])
 def test_rejects_another_residual(mistake: str, propose: Propose, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +128,7 @@ def test_rejects_acceptance_of_what_is_likelier_than_a_draw(monkeypatch: pytest.
     assert p_of(RejectionVerifier(SAMPLER, token_rule), SAMPLED) < 1e-6
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("propose", [SAMPLED, CERTAIN], ids=["sampled", "certain"])
 @pytest.mark.parametrize("rule", [token_rule, block_rule])
 def test_rejects_a_hash_of_the_token_as_chance(rule: Rule, propose: Propose) -> None:
@@ -206,6 +209,7 @@ def test_rejects_padding_that_counts_as_accepted() -> None:
 # The bonus token.
 
 
+@pytest.mark.by_default
 @pytest.mark.parametrize("mistake", ["argmax", "first", "drafter's"])
 @pytest.mark.parametrize("rule", [token_rule, block_rule])
 def test_rejects_a_bonus_that_is_not_drawn(rule: Rule, mistake: str) -> None:
@@ -276,6 +280,7 @@ class PositionKeyed(RejectionVerifier):
         return torch.cat([uniforms(key, zeros) for key in keys], dim=1)
 
 
+@pytest.mark.slow
 def test_block_needs_new_numbers_in_every_round_and_the_token_rule_does_not() -> None:
     assert p_of(make_verifier("block", SAMPLER), SAMPLED, num_sequences=18_000) > 1e-3
     assert p_of(PositionKeyed(SAMPLER, block_rule), SAMPLED, num_sequences=18_000) < 1e-6
@@ -313,6 +318,7 @@ def test_rejects_drafts_that_are_trimmed_by_the_target() -> None:
     assert p_of(make_verifier("match", SAMPLER), trimmed) > 1e-3
 
 
+@pytest.mark.by_default("rejection")
 @pytest.mark.parametrize("verification", ["match", "rejection", "block"])
 def test_rejects_penalties_that_stand_still_along_the_drafts(verification: str) -> None:
     law = target_law(WORLD, PENALISED, NUM_TOKENS)
