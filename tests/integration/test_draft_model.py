@@ -134,7 +134,7 @@ def run(drafter: DraftModelDrafter, requests: Sequence[Verified], asks: int, num
     drafter.check_integrity()
 
 
-@pytest.mark.by_default(*("exactly-greedy", "running ahead-T 0.7", "running ahead-T 1.2 with everything"))
+@pytest.mark.by_default("exactly-greedy", "running ahead-T 0.7", "running ahead-T 1.2 with everything")
 @pytest.mark.parametrize("params", PARAMS)
 @pytest.mark.parametrize("asks", [4, 6], ids=["exactly", "running ahead"])
 def test_the_targets_own_weights_are_accepted(params: str, asks: int) -> None:

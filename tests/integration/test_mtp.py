@@ -12,7 +12,6 @@ import torch
 from config import load_settings
 from engine.startup.build import load_parts
 from engine.startup.doctor import diagnose
-from tests.support.examples import share_of
 from tests.support.native import WITHOUT_KERNELS, compiled_home
 from tests.support.repetitive_world import Family, World, make_families
 from tests.support.speculated import Run, differences, engine_of, run, single_threaded
@@ -37,7 +36,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def families(target: Path) -> list[Family]:
-    return make_families(World(target, target, target, target, PHRASES), share_of(20, 2))
+    return make_families(World(target, target, target, target, PHRASES), 20)
 
 
 @pytest.fixture(scope="module")
