@@ -45,7 +45,7 @@ def expected(small: None, target: Path, families: list[Family]) -> Run:
 
 
 @pytest.mark.by_default(
-    *("glm4_moe-crowd", "deepseek_v3-chunks", "glm4_moe_lite-recompute", "mimo-recompute"),
+    *("glm4_moe-recompute", "deepseek_v3-recompute", "glm4_moe_lite-chunks", "mimo-crowd"),
     *("qwen3_5-recompute", "qwen3_5_moe-crowd", "qwen3_next-chunks"),
 )
 @pytest.mark.parametrize("setting", ["crowd", "chunks", "recompute"])
@@ -57,7 +57,7 @@ async def test_text_is_the_same_with_the_module(
     found = await speak_drafted(target, flags, SETTINGS[setting], families, expected)
     assert differences(expected, found) == []
     accepted, rejected = found.stats.num_accepted, found.stats.num_proposed - found.stats.num_accepted
-    assert min(accepted, rejected) > 30, (accepted, rejected)
+    assert min(accepted, rejected) > 10, (accepted, rejected)  # of each in each of the three
 
 
 @pytest.mark.by_default("deepseek_v3", "mimo", "qwen3_next")
