@@ -144,7 +144,7 @@ def gate() -> Iterator[threading.Event]:
     gate.set()
 
 
-@pytest.mark.by_default("sync", "async")
+@pytest.mark.by_default("async")
 @pytest.mark.parametrize("schedule", ["sync", "async", "auto"])
 async def test_a_drafter_that_hangs_and_a_stop_all_the_same(
     schedule: Schedule, gate: threading.Event

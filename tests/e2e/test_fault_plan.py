@@ -424,6 +424,7 @@ CHAOS: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="module")
 async def test_whatever_goes_wrong_beside_it_a_text_is_right_or_an_error(
     model: Path, texts: tuple[str, ...]

@@ -90,6 +90,7 @@ def test_an_embedding_model_comes_with_its_modules_and_no_other_format(hub: Fake
     assert resolve_embedding_model(settings) == directory and hub.fetched() == []
 
 
+@pytest.mark.by_default("bert")
 @pytest.mark.parametrize("kind", ["bert", "qwen3"])
 def test_an_embedding_model_is_pulled_whole(hub: FakeHub, tmp_path: Path, kind: str) -> None:
     hub.add("org/embedder", save_embedder(tmp_path / "made", kind, heads=("Dense", "Normalize")))

@@ -154,6 +154,7 @@ print("served", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_process_whose_stderr_is_a_full_pipe_goes_on_and_ends() -> None:
     """Logging straight to stderr it would stop for ever at the 64th KiB."""
     process = subprocess.Popen(
