@@ -54,11 +54,7 @@ async def finish(server: ServerProcess, batch_id: str) -> tuple[list[str], list[
 
 
 @pytest.mark.parametrize(
-    "num_kills",
-    [
-        pytest.param(1, marks=pytest.mark.slow),
-        pytest.param(10, marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
-    ],
+    "num_kills", [1, pytest.param(10, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
 )
 async def test_no_line_is_lost_or_answered_twice(tmp_path: Path, num_kills: int) -> None:
     model = save_tiny_model("llama", tmp_path / "model")
