@@ -228,7 +228,7 @@ def test_a_model_of_fused_experts_is_the_model(family: str) -> None:
 def test_a_model_that_carries_state_keeps_its_layers_and_gets_fused_experts_and_scans(
     family: str, num_experts: int, num_parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recurrent_forward, "choose_backend", lambda _: backend())
+    monkeypatch.setattr(recurrent_forward, "choose_backend", lambda *_, **__: backend())
     loaded = as_loaded(tiny_model(family, **CHANGES.get(family, {})))
     before = packed_sample(forward_of(loaded))
     kinds = [type(layer) for layer in loaded.model.base_model.layers]
@@ -245,7 +245,7 @@ def test_a_model_that_carries_state_keeps_its_layers_and_gets_fused_experts_and_
 def test_states_that_kernels_advance_otherwise_are_advanced_by_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(recurrent_forward, "choose_backend", lambda _: backend())
+    monkeypatch.setattr(recurrent_forward, "choose_backend", lambda *_, **__: backend())
     for name in ("gated_delta", "delta"):
         advance = getattr(TritonScans, name)
         monkeypatch.setattr(TritonScans, name, lambda *call, advance=advance: advance(*call) * 0.9)

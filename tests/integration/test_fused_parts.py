@@ -51,7 +51,8 @@ FAMILIES = {
 @pytest.fixture(autouse=True)
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     with_all_numbers(monkeypatch)
-    monkeypatch.setattr(recurrent_forward, "choose_backend", lambda _: TritonAttention(Gpu(4, 200_000)))
+    backend = TritonAttention(Gpu(4, 200_000))
+    monkeypatch.setattr(recurrent_forward, "choose_backend", lambda *_, **__: backend)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
