@@ -169,7 +169,10 @@ def test_products_with_stored_blocks(side_with_formats: Side) -> None:
 
 
 def test_one_very_large_input_spoils_no_other(side_with_formats: Side) -> None:
-    """As of a channel that a model has made large: wherever it is, its neighbours keep their own scale."""
+    """As of a channel that a model has made large: wherever it is, its neighbours keep their own scale.
+
+    What the answer's own type rounds of the large product is not theirs.
+    """
     side = side_with_formats
     x, places = side.noise(128, 512, seed=2), torch.arange(128)
     x.view(128, 128, 4)[places, places] = 0
@@ -181,7 +184,8 @@ def test_one_very_large_input_spoils_no_other(side_with_formats: Side) -> None:
         found = side.kernels.linear(x, joined([side.kernels.pack_blocks(int(kind), stored, 512)]))
         rest = found.double() - 300 * exact[:, at[1]].T
         expected = exact_x @ exact.T
-        assert ((rest - expected).norm(dim=-1) <= 0.02 * expected.norm(dim=-1)).all()
+        rounding = torch.finfo(x.dtype).eps / 2 * found.double().norm(dim=-1)
+        assert ((rest - expected).norm(dim=-1) <= 0.02 * expected.norm(dim=-1) + rounding).all()
 
 
 def test_products_with_floats_of_8_bits(side_with_formats: Side) -> None:
