@@ -1,8 +1,8 @@
 """keep_rows: what torch computes beside kernels gives a row the same bits, whatever rows are with it.
 
-A product of torch's may round a row among many otherwise than alone: a router of another machine's, or of
-float32's, gives it other shares of its experts, or other experts. Of a number of rows that never changes each
-product is computed in the same way.
+A product of torch's may round a row among many otherwise than alone, as in float32. A router
+then gives the row other shares of its experts, or other experts. Of a number of rows that never
+changes each product is computed in the same way.
 """
 
 from __future__ import annotations
