@@ -8,10 +8,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from math import prod
 from threading import Thread
+from typing import NamedTuple
 
 import torch
 
@@ -45,34 +47,45 @@ def fill_in_background(tensors: Sequence[torch.Tensor]) -> Thread:
     """Have the system find the pages behind contiguous `tensors` now, in the thread returned.
 
     The first of each come first. Else each is found when it is first written to, while a request waits.
-    Changes no number; where the system cannot, nothing happens.
+    Changes no number; where the system cannot, nothing happens. Memory that nobody holds any more is not
+    held by this, nor filled.
     """
-    thread = Thread(target=_fill, args=(tensors,), name="fill-memory", daemon=True)
+    places = [_Place(weakref.ref(tensor), tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+    thread = Thread(target=_fill, args=(places,), name="fill-memory", daemon=True)
     thread.start()
     return thread
 
 
-def _fill(tensors: Sequence[torch.Tensor]) -> None:
+class _Place(NamedTuple):
+    """Where a tensor lies for as long as it is there."""
+
+    tensor: weakref.ref[torch.Tensor]
+    start: int
+    num_bytes: int
+
+
+def _fill(places: Sequence[_Place]) -> None:
     madvise = getattr(ctypes.CDLL(None), "madvise", None)  # through ctypes: it lets other threads run
     if madvise is None:
         return
     with suppress(OSError, AttributeError):  # run only on an idle CPU, where the system can do so
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    for first, stop in _in_order_of_use(tensors):
-        if madvise(first, stop - first, _POPULATE_WRITE):
+    for place, first, stop in _in_order_of_use(places):
+        held = place.tensor()  # for this one call: an engine that has stopped gives its memory back at once
+        if held is None or madvise(first, stop - first, _POPULATE_WRITE):
             return
+        del held
 
 
-def _in_order_of_use(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
+def _in_order_of_use(places: Sequence[_Place]) -> Iterator[tuple[_Place, int, int]]:
     """The addresses of a huge page of every tensor, then of the next of every tensor, up to their ends."""
-    for offset in range(0, max((tensor.nbytes for tensor in tensors), default=0), PAGE_BYTES):
-        for tensor in tensors:
-            start = tensor.data_ptr()
-            first = start - start % mmap.PAGESIZE + offset
-            stop = min(first + PAGE_BYTES, start + tensor.nbytes)
+    for offset in range(0, max((place.num_bytes for place in places), default=0), PAGE_BYTES):
+        for place in places:
+            first = place.start - place.start % mmap.PAGESIZE + offset
+            stop = min(first + PAGE_BYTES, place.start + place.num_bytes)
             if first < stop:
-                yield first, stop
+                yield place, first, stop
 
 
 def _map(num_bytes: int) -> torch.Tensor:

@@ -1,4 +1,6 @@
 import ctypes
+import weakref
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -80,8 +82,34 @@ def test_a_system_that_cannot_fill_is_asked_once(monkeypatch: pytest.MonkeyPatch
         return -1
 
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(madvise=madvise))
-    fill_in_background([HugePages(1).zeros((20 * PAGE_BYTES,), torch.uint8)] * 2).join()
+    tensors = [HugePages(1).zeros((20 * PAGE_BYTES,), torch.uint8)] * 2
+    fill_in_background(tensors).join()
     assert len(asked) == 1
+
+
+def test_memory_that_nobody_holds_any_more_is_neither_held_nor_filled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+    begun, dropped = Event(), Event()
+
+    def madvise(first: int, _size: int, _advice: int) -> int:
+        asked.append(first)
+        begun.set()
+        assert dropped.wait(10)
+        return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(madvise=madvise))
+    tensor = HugePages(1).zeros((20 * PAGE_BYTES,), torch.uint8)
+    gone = Event()
+    weakref.finalize(tensor, gone.set)
+    thread = fill_in_background([tensor])
+    assert begun.wait(10)
+    del tensor
+    assert not gone.is_set()  # what is being filled is there until it is
+    dropped.set()
+    thread.join(10)
+    assert gone.is_set() and len(asked) == 1
 
 
 def test_a_system_without_such_advice_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
