@@ -9,18 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from engine.compute.loading.layer_probe import probe_layers
-from engine.compute.loading.loader import LoadedModel
-from engine.compute.loading.support import Architecture, check_supported
 from engine.compute.recurrent.mixer_kinds import KINDS
 from engine.compute.recurrent.recurrent_forward import RecurrentForward
 from engine.compute.recurrent.state_memory import MemorySizes, StateMemory
 from engine.compute.runner.dummy_steps import Part
-from tests.matrix.reduced import causal_classes, reduced_config
 from tests.support.packed import random_tokens
 from tests.support.recurrent import pack_slots, with_drafts
+from tests.support.recurrent_classes import loaded_from, model_of
 
 CLASSES = {
     "BailingHybrid": "BailingHybridDeltaAttention",
@@ -51,39 +47,6 @@ MAX_DRAFTS = 5
 LENGTHS = (80, 1, 25, 9)
 
 
-def tiny(name: str, changes: Mapping[str, Any]) -> PreTrainedModel:
-    """A random model of the class, with layers of each of its types and `changes` in its configuration."""
-    configs = {config.__name__: config for config, _ in causal_classes()}
-    config_class = configs.get(f"{name}TextConfig") or configs[f"{name}Config"]
-    config: PreTrainedConfig = reduced_config(config_class)
-    for setting, value in changes.items():
-        setattr(config, setting, value)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.data.add_(torch.randn_like(parameter), alpha=0.2)
-    check_supported(Architecture(config, type(model)))
-    return model.requires_grad_(False).eval()
-
-
-def loaded_from(model: PreTrainedModel) -> LoadedModel:
-    probe = probe_layers(model, model.config)
-    return LoadedModel(
-        model=model,
-        config=model.config,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        max_model_len=256,
-        vocab_size=probe.vocab_size,
-        eos_token_ids=frozenset(),
-        layers=probe.layers,
-        states=probe.states,
-        attending=probe.attending,
-    )
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize(
     ("name", "changes"),
@@ -95,7 +58,7 @@ def loaded_from(model: PreTrainedModel) -> LoadedModel:
     ],
 )
 def test_pieces_with_drafts_equal_the_whole(name: str, changes: Mapping[str, Any]) -> None:
-    model, rng = tiny(name, changes), np.random.default_rng(5)
+    model, rng = model_of(name, changes), np.random.default_rng(5)
     sequences = [random_tokens(rng, length) for length in LENGTHS]
     expected = [model(torch.tensor([tokens]), use_cache=False).logits[0] for tokens in sequences]
     assert CLASSES[name] in {type(module).__name__ for module in model.modules()}

@@ -44,7 +44,12 @@ from engine.compute.cuda.layer_kernels import (
     store_kernel,
 )
 from engine.compute.cuda.row_products import row_product_kernel
-from engine.compute.cuda.state_chunks import gated_delta_chunks_kernel, gated_structured_chunks_kernel
+from engine.compute.cuda.state_chunks import (
+    delta_chunks_kernel,
+    gated_delta_chunks_kernel,
+    gated_structured_chunks_kernel,
+    structured_chunks_kernel,
+)
 from engine.compute.cuda.state_kernels import (
     delta_kernel,
     gated_delta_kernel,
@@ -52,7 +57,7 @@ from engine.compute.cuda.state_kernels import (
     selective_kernel,
     structured_kernel,
 )
-from engine.compute.cuda.state_scans import CHUNK, ConvSizes, part_of
+from engine.compute.cuda.state_scans import CHUNK, WARPS_BY_CHANNEL, ConvSizes, part_of
 from engine.compute.cuda.triton_border import digit_kernel, survey_kernel, tie_kernel
 from engine.compute.cuda.triton_draw import score_kernel
 from engine.compute.cuda.triton_filter import kept_score_kernel, pick_kernel
@@ -426,6 +431,8 @@ GATED_STATES: list[tuple[str, Any, dict[str, Any]]] = [
     ),
 ]
 IN_CHUNKS = {
+    delta_kernel: delta_chunks_kernel,
+    structured_kernel: structured_chunks_kernel,
     gated_delta_kernel: gated_delta_chunks_kernel,
     gated_structured_kernel: gated_structured_chunks_kernel,
 }
@@ -441,8 +448,14 @@ def compile_states(capability: int) -> Iterator[tuple[str, tuple[int, int, int]]
     """Compile all that advances states: what it is, and what it takes."""
     types = dict.fromkeys(_SCANNED, "*fp32") | {"runs": "*i64", "num_runs": "i32", "slot_stride": "i32"}
     types["chunk"] = "i32"
+    halves = {delta_kernel: ("value", "output"), structured_kernel: ("inputs", "b", "c", "output")}
     for name, kernel, constants in STATES:
-        yield f"states, {name}", compile_kernel(kernel, "fp32", constants, capability, types)
+        own = types | dict.fromkeys(halves.get(kernel, ()), "*bf16")
+        yield f"states, {name}", compile_kernel(kernel, "fp32", constants, capability, own)
+        if kernel in IN_CHUNKS and constants.get("BY_CHANNEL", True):
+            warps = {"num_warps": WARPS_BY_CHANNEL} if kernel is delta_kernel else {}
+            taken = compile_kernel(IN_CHUNKS[kernel], "fp32", constants | _CHUNKS, capability, own, **warps)
+            yield f"states, {name}, in chunks", taken
     joined = {"joins": "*i64", "num_mixed": "i32", "least": "fp32", "most": "fp32"}
     gated = types | joined | dict.fromkeys(("rows", "kept", "weight", "bias"), "*bf16")
     gated |= dict.fromkeys(("decays", "direct"), "*bf16")

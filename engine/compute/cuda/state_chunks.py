@@ -70,6 +70,41 @@ def _settled(rights, weights, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def _with_pairs(
+    pairs, asked, known, sums, HALF: tl.constexpr, CHUNK: tl.constexpr, KEYS_PADDED: tl.constexpr
+):
+    """Into `pairs`, by keys and by queries, of the HALF tokens behind each multiple of 2 HALF and those HALF
+    that follow: what the latter find of the former, as what is left up to the middle and from there on."""
+    at = tl.arange(0, CHUNK)
+    apart = tl.reshape(sums, [CHUNK // (2 * HALF), 2 * HALF, KEYS_PADDED])
+    is_middle = tl.arange(0, 2 * HALF)[None, :, None] == HALF - 1
+    span = tl.abs(apart - tl.sum(tl.where(is_middle, apart, 0.0), 1)[:, None, :])
+    left = tl.reshape(tl.exp(-span), [CHUNK, KEYS_PADDED])
+    turned = tl.trans(known * left)
+    group = at[:, None] // HALF
+    is_pair = (group % 2 == 1) & (at[None, :] // HALF == group - 1)
+    by_keys = tl.where(is_pair, _product(known * left, turned), pairs[0])
+    return by_keys, tl.where(is_pair, _product(asked * left, turned), pairs[1])
+
+
+@triton.jit
+def _pairs_by_channel(asked, known, sums, CHUNK: tl.constexpr, KEYS_PADDED: tl.constexpr):
+    """Of each key what a later key, and what a later or the same query finds of it, [to, from], with a decay
+    for each channel: queries and keys are [CHUNK, KEYS], as are the `sums` of logarithms up to each token.
+
+    Each factor is 1 or less: the inverse of a strong decay would be no number.
+    """
+    tl.static_assert(CHUNK == 16)
+    at = tl.arange(0, CHUNK)
+    own = tl.where(at[:, None] == at[None, :], tl.sum(asked * known, 1)[:, None], 0.0)
+    pairs = tl.zeros([CHUNK, CHUNK], tl.float32), own
+    pairs = _with_pairs(pairs, asked, known, sums, 8, CHUNK, KEYS_PADDED)
+    pairs = _with_pairs(pairs, asked, known, sums, 4, CHUNK, KEYS_PADDED)
+    pairs = _with_pairs(pairs, asked, known, sums, 2, CHUNK, KEYS_PADDED)
+    return _with_pairs(pairs, asked, known, sums, 1, CHUNK, KEYS_PADDED)
+
+
+@triton.jit
 def _units(rows):
     """Each of length 1, as `mixer_kinds` makes queries and keys."""
     return rows * tl.rsqrt(tl.sum(rows * rows, 1) + 1e-6)[:, None]
@@ -191,6 +226,114 @@ def gated_structured_chunks_kernel(
             held = held * total + _product(tl.trans(fed * at_end[:, None]), b)
             own = (tokens * HEADS + head)[:, None] * DIM + lines[None, :]
             tl.store(output + own, said + given * past, mask=is_line[None, :])
+        tl.store(places, held, mask=mask)
+        number += tl.num_programs(0)
+        slot, first, num_chunks = _chunks_at(runs, num_runs, number, CHUNK, RUNS_PADDED)
+
+
+@triton.jit(do_not_specialize=["num_runs"])
+def delta_chunks_kernel(
+    query,
+    key,
+    value,
+    logs,
+    beta,
+    output,
+    state,
+    runs,
+    num_runs,
+    HEADS: tl.constexpr,
+    SHARE: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    KEYS_PADDED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RUNS_PADDED: tl.constexpr,
+):
+    """As `delta_kernel` with decays BY_CHANNEL; grid (any, HEADS * blocks of COLUMNS values).
+
+    Kimi Team, "Kimi Linear", 2025.
+    """
+    tl.static_assert(BY_CHANNEL)
+    blocks: tl.constexpr = (VALUES + COLUMNS - 1) // COLUMNS
+    head = tl.program_id(1) // blocks
+    keys = tl.arange(0, KEYS_PADDED)
+    columns = tl.program_id(1) % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    is_key, is_value = keys < KEYS, columns < VALUES
+    mask = is_key[:, None] & is_value[None, :]
+    number = tl.program_id(0)
+    slot, first, num_chunks = _chunks_at(runs, num_runs, number, CHUNK, RUNS_PADDED)
+    while num_chunks > 0:
+        places = state + (slot * HEADS + head) * KEYS * VALUES + keys[:, None] * VALUES + columns[None, :]
+        held = tl.load(places, mask=mask, other=0.0)
+        for chunk in tl.range(0, num_chunks):
+            tokens = first + chunk * CHUNK + tl.arange(0, CHUNK)
+            row = tokens * HEADS + head
+            shared = (tokens * (HEADS // SHARE) + head // SHARE)[:, None] * KEYS + keys[None, :]
+            own = row[:, None] * VALUES + columns[None, :]
+            known = tl.load(key + shared, mask=is_key[None, :], other=0.0)
+            asked = tl.load(query + shared, mask=is_key[None, :], other=0.0)
+            lost = tl.load(logs + row[:, None] * KEYS + keys[None, :], mask=is_key[None, :], other=0.0)
+            sums, total = tl.cumsum(lost, 0), tl.sum(lost, 0)
+            weights, told = _pairs_by_channel(asked, known, sums, CHUNK, KEYS_PADDED)
+            before, at_end = tl.exp(sums), tl.exp(-tl.abs(total[None, :] - sums))
+            trust = tl.load(beta + row)[:, None]
+            wanted = tl.load(value + own, mask=is_value[None, :], other=0.0).to(tl.float32)
+            fixed = _settled(trust * (wanted - _product(known * before, held)), trust * weights, CHUNK)
+            said = _product(asked * before, held) + _product(told, fixed)
+            held = held * tl.exp(total)[:, None] + _product(tl.trans(known * at_end), fixed)
+            tl.store(output + own, said.to(output.dtype.element_ty), mask=is_value[None, :])
+        tl.store(places, held, mask=mask)
+        number += tl.num_programs(0)
+        slot, first, num_chunks = _chunks_at(runs, num_runs, number, CHUNK, RUNS_PADDED)
+
+
+@triton.jit(do_not_specialize=["num_runs"])
+def structured_chunks_kernel(
+    inputs,
+    logs,
+    b,
+    c,
+    output,
+    state,
+    runs,
+    num_runs,
+    HEADS: tl.constexpr,
+    SHARE: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIZE_PADDED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RUNS_PADDED: tl.constexpr,
+):
+    """As `structured_kernel`; grid (any, HEADS * blocks of ROWS of DIM)."""
+    blocks: tl.constexpr = (DIM + ROWS - 1) // ROWS
+    head = tl.program_id(1) // blocks
+    lines = tl.program_id(1) % blocks * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, SIZE_PADDED)
+    is_line, is_column = lines < DIM, columns < SIZE
+    mask = is_line[:, None] & is_column[None, :]
+    number = tl.program_id(0)
+    slot, first, num_chunks = _chunks_at(runs, num_runs, number, CHUNK, RUNS_PADDED)
+    while num_chunks > 0:
+        places = state + (slot * HEADS + head) * DIM * SIZE + lines[:, None] * SIZE + columns[None, :]
+        held = tl.load(places, mask=mask, other=0.0)
+        for chunk in tl.range(0, num_chunks):
+            tokens = first + chunk * CHUNK + tl.arange(0, CHUNK)
+            row = tokens * HEADS + head
+            shared = (tokens * (HEADS // SHARE) + head // SHARE)[:, None] * SIZE + columns[None, :]
+            own = row[:, None] * DIM + lines[None, :]
+            before, at_end, left, total = _decays(tl.load(logs + row), CHUNK)
+            given = tl.load(b + shared, mask=is_column[None, :], other=0.0).to(tl.float32)
+            asked = tl.load(c + shared, mask=is_column[None, :], other=0.0).to(tl.float32)
+            fed = tl.load(inputs + own, mask=is_line[None, :], other=0.0).to(tl.float32)
+            told = left * _product(asked, tl.trans(given))
+            said = before[:, None] * _product(asked, tl.trans(held)) + _product(told, fed)
+            held = held * total + _product(tl.trans(fed * at_end[:, None]), given)
+            tl.store(output + own, said.to(output.dtype.element_ty), mask=is_line[None, :])
         tl.store(places, held, mask=mask)
         number += tl.num_programs(0)
         slot, first, num_chunks = _chunks_at(runs, num_runs, number, CHUNK, RUNS_PADDED)

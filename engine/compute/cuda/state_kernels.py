@@ -48,7 +48,8 @@ def delta_kernel(
     """The gated delta rule, see `delta_scan`; grid (runs, HEADS * blocks of COLUMNS values).
 
     `query` and `key` are [M, HEADS / SHARE, KEYS], `value` and `output` [M, HEADS, VALUES], `logs` [M, HEADS,
-    KEYS or 1], `beta` [M, HEADS], `state` [slots, HEADS, KEYS, VALUES], all float32; `runs` int64 [4, runs].
+    KEYS or 1], `beta` [M, HEADS], `state` [slots, HEADS, KEYS, VALUES], float32 but for values and output,
+    which have one dtype; `runs` int64 [4, runs].
     """
     slot, first, count, taken = _run_at(runs, num_runs, chunk)
     if slot < 0:
@@ -72,10 +73,11 @@ def delta_kernel(
             held *= tl.exp(tl.load(logs + row))
         known = tl.load(key + shared, mask=is_key, other=0.0)
         recalled = tl.sum(held * known[:, None], 0)
-        wanted = tl.load(value + row * VALUES + columns, mask=is_value, other=0.0)
+        wanted = tl.load(value + row * VALUES + columns, mask=is_value, other=0.0).to(tl.float32)
         held += known[:, None] * (tl.load(beta + row) * (wanted - recalled))[None, :]
         asked = tl.load(query + shared, mask=is_key, other=0.0)
-        tl.store(output + row * VALUES + columns, tl.sum(held * asked[:, None], 0), mask=is_value)
+        said = tl.sum(held * asked[:, None], 0).to(output.dtype.element_ty)
+        tl.store(output + row * VALUES + columns, said, mask=is_value)
     if taken == count:
         tl.store(places, held, mask=mask)
 
@@ -101,7 +103,8 @@ def structured_kernel(
     """One decay for each head, see `structured_scan`; grid (runs, HEADS * blocks of ROWS of DIM).
 
     `inputs` and `output` are [M, HEADS, DIM], `logs` [M, HEADS], `b` and `c` [M, HEADS / SHARE, SIZE],
-    `state` [slots, HEADS, DIM, SIZE], all float32; `runs` int64 [4, runs].
+    `state` [slots, HEADS, DIM, SIZE], of which logs and state are float32 and the others of one dtype; `runs`
+    int64 [4, runs].
     """
     slot, first, count, taken = _run_at(runs, num_runs, chunk)
     if slot < 0:
@@ -119,10 +122,12 @@ def structured_kernel(
             tl.store(places, held, mask=mask)
         row = (first + token) * HEADS + head
         shared = ((first + token) * (HEADS // SHARE) + head // SHARE) * SIZE + columns
-        fed = tl.load(inputs + row * DIM + rows, mask=is_row, other=0.0)
+        fed = tl.load(inputs + row * DIM + rows, mask=is_row, other=0.0).to(tl.float32)
         held *= tl.exp(tl.load(logs + row))
-        held += fed[:, None] * tl.load(b + shared, mask=is_column, other=0.0)[None, :]
-        mixed = tl.sum(held * tl.load(c + shared, mask=is_column, other=0.0)[None, :], 1)
+        given = tl.load(b + shared, mask=is_column, other=0.0).to(tl.float32)
+        held += fed[:, None] * given[None, :]
+        asked = tl.load(c + shared, mask=is_column, other=0.0).to(tl.float32)
+        mixed = tl.sum(held * asked[None, :], 1).to(output.dtype.element_ty)
         tl.store(output + row * DIM + rows, mixed, mask=is_row)
     if taken == count:
         tl.store(places, held, mask=mask)

@@ -11,8 +11,10 @@ import triton
 
 from engine.compute.cuda.conv_kernels import convolve_kernel, keep_kernel
 from engine.compute.cuda.state_chunks import (
+    delta_chunks_kernel,
     gated_delta_chunks_kernel,
     gated_structured_chunks_kernel,
+    structured_chunks_kernel,
 )
 from engine.compute.cuda.state_kernels import (
     NO_CHUNKS,
@@ -36,6 +38,8 @@ _HELD = 4096
 _MOST_SIZE = 256
 # Of chunks: tokens; how many sequences are at work at once; and how many runs are looked through for those.
 CHUNK, _AT_ONCE, _FEW_RUNS, _MANY_RUNS = 16, 8, 64, 1024
+# Warps of a program that takes in chunks; by channel, four would keep much of one outside their registers.
+_WARPS, WARPS_BY_CHANNEL = 4, 8
 # Of a convolution: how many rows (but for a single one) and columns a program computes, and the fewest runs
 # that it looks through. Few sizes, since each is compiled.
 _ROWS, _COLUMNS, _LEAST_RUNS = 8, 256, 16
@@ -84,7 +88,7 @@ class Scan:
     sizes: dict[str, Any]
     limits: tuple[float, ...] = ()
 
-    def launch(self, one_by_one: Any, in_chunks: Any | None, part: HeadPart) -> None:
+    def launch(self, one_by_one: Any, in_chunks: Any | None, part: HeadPart, warps: int = _WARPS) -> None:
         """Launch the kernel that takes tokens in one by one; before it, for prompts, the one for chunks."""
         num_rows, num_runs = len(self.given[0]), self.runs.shape[1]
         chunk = NO_CHUNKS.value
@@ -92,7 +96,8 @@ class Scan:
             chunk, sizes = CHUNK, part.sizes(CHUNK)
             sizes |= {"CHUNK": CHUNK, "RUNS_PADDED": _padded(num_runs)}
             grid = (min(num_runs, _AT_ONCE), part.programs(sizes))
-            in_chunks[grid](*self.given, self.runs, num_runs, *self.limits, **self.sizes, **sizes)
+            given = (*self.given, self.runs, num_runs, *self.limits)
+            in_chunks[grid](*given, **self.sizes, **sizes, num_warps=warps)
         sizes = part.sizes()
         grid = (num_runs, part.programs(sizes))
         one_by_one[grid](*self.given, self.runs, num_runs, chunk, *self.limits, **self.sizes, **sizes)
@@ -116,10 +121,10 @@ def _padded(num_runs: int) -> int:
 class TritonScans:
     """A StateKernel: a scan is a launch, and one that clears its output: rows that no run has become 0.
 
-    Where rows are of the dtypes `in_chunks`, the prompts of gated layers are taken in by chunks, in a launch
-    more: in float32 the products would round more than the rest does. A token that is taken in by itself has
-    the same bits in any company. Those of chunks are rounded as they lie in them, and a piece of a prompt
-    begins with one. Of `delta`, `structured` and `selective` every tensor is float32.
+    Where rows are of the dtypes `in_chunks`, prompts are taken in by chunks, in a launch more: in float32 the
+    products would round more than the rest does. Not so those of `selective`, where no two numbers of a state
+    decay alike. A token that is taken in by itself has the same bits in any company. Those of chunks are
+    rounded as they lie in them, and a piece of a prompt begins with one.
     """
 
     def __init__(self, in_chunks: Collection[torch.dtype] = (torch.bfloat16, torch.float16)) -> None:
@@ -170,9 +175,11 @@ class TritonScans:
         output = torch.zeros_like(inputs.value, memory_format=torch.contiguous_format)
         sizes = {"HEADS": heads, "SHARE": heads // key_heads, "KEYS": keys, "VALUES": values}
         given = (*(each.contiguous() for each in inputs), output, state)
-        scan = Scan(given, runs, sizes | {"BY_CHANNEL": inputs.logs.shape[-1] > 1})
+        by_channel = inputs.logs.shape[-1] > 1
+        scan = Scan(given, runs, sizes | {"BY_CHANNEL": by_channel})
         part = HeadPart(heads, values, keys, "COLUMNS", "KEYS_PADDED")
-        scan.launch(delta_kernel, None, part)
+        in_chunks = delta_chunks_kernel if by_channel and output.dtype in self.in_chunks else None
+        scan.launch(delta_kernel, in_chunks, part, WARPS_BY_CHANNEL)
         return output
 
     def gated_delta(self, inputs: GatedDelta, state: torch.Tensor, runs: torch.Tensor) -> torch.Tensor | None:
@@ -216,7 +223,8 @@ class TritonScans:
         sizes = {"HEADS": heads, "SHARE": heads // groups, "DIM": dim, "SIZE": size}
         scan = Scan((*(each.contiguous() for each in inputs), output, state), runs, sizes)
         part = HeadPart(heads, dim, size, "ROWS", "SIZE_PADDED")
-        scan.launch(structured_kernel, None, part)
+        in_chunks = structured_chunks_kernel if output.dtype in self.in_chunks else None
+        scan.launch(structured_kernel, in_chunks, part)
         return output
 
     def selective(

@@ -24,7 +24,7 @@ _MOST_SIZE, _LANES = 256, 16
 
 
 class NativeScans:
-    """A StateKernel with the threads of `kernels`. Every tensor is float32."""
+    """A StateKernel with the threads of `kernels`. It computes in float32, and so are its results."""
 
     def __init__(self, kernels: NativeKernels) -> None:
         self._team = kernels.team
@@ -41,7 +41,7 @@ class NativeScans:
         if keys > _MOST_KEYS or keys % _KEYS_AT_ONCE or values % _COLUMNS or not state.is_contiguous():
             return None
         decays = inputs.logs.exp()
-        output = torch.empty_like(inputs.value, memory_format=torch.contiguous_format)
+        output = torch.empty(inputs.value.shape)
         given = _contiguous(inputs.query, inputs.key, inputs.value, decays, inputs.beta)
         sizes = heads, key_heads, keys, values, decays.shape[-1] == keys > 1
         self._delta(self._team.handle, DeltaScan(_record(runs), *_addresses(*given, state, output), *sizes))
@@ -60,7 +60,7 @@ class NativeScans:
         (_, heads, dim), (_, groups, size) = inputs.inputs.shape, inputs.b.shape
         if size > _MOST_SIZE or size % _LANES or not state.is_contiguous():
             return None
-        output = torch.empty_like(inputs.inputs, memory_format=torch.contiguous_format)
+        output = torch.empty(inputs.inputs.shape)
         given = _contiguous(inputs.inputs, inputs.logs.exp(), inputs.b, inputs.c)
         record = StructuredScan(_record(runs), *_addresses(*given, state, output), heads, groups, dim, size)
         self._structured(self._team.handle, record)
@@ -81,8 +81,8 @@ class NativeScans:
 
 
 def _contiguous(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The same numbers, to be kept for as long as their addresses are."""
-    return [tensor.contiguous() for tensor in tensors]
+    """The same numbers in float32, to be kept for as long as their addresses are."""
+    return [tensor.float().contiguous() for tensor in tensors]
 
 
 def _addresses(*tensors: torch.Tensor) -> list[int]:

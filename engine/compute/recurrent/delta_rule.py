@@ -25,6 +25,7 @@ def delta_scan(inputs: DeltaInputs, slots: LayerSlots) -> Tensor:
         output = slots.kernel.delta(inputs, slots.state, slots.step.runs)
         if output is not None:
             return output
+    inputs = inputs._replace(value=inputs.value.float())
     each = inputs.value.shape[1] // inputs.key.shape[1]
     if each > 1:
         query, key = (part.repeat_interleave(each, 1) for part in (inputs.query, inputs.key))

@@ -253,7 +253,7 @@ def _kimi_mix(layer: Any, rows: PassRows, slots: LayerSlots) -> Tensor:
     else:
         logs = -rates * F.softplus(steps)
     query = unit_keys(query) * layer.head_dim**-0.5
-    inputs = DeltaInputs(query, unit_keys(key), value.float(), logs, beta.sigmoid().float())
+    inputs = DeltaInputs(query, unit_keys(key), value, logs, beta.sigmoid().float())
     return delta_scan(inputs, slots).to(mixed.dtype)
 
 
@@ -337,7 +337,7 @@ def _lightning_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _lightning_mix(layer: Any, rows: PassRows, slots: LayerSlots) -> Tensor:
-    heads = _heads(rows.mixed.float(), layer.num_attention_heads)
+    heads = _heads(rows.mixed, layer.num_attention_heads)
     query, key, value = heads.chunk(3, dim=-1)  # [M, heads, dim]
     logs = -layer.slope_rate.float().view(1, -1).expand(len(heads), -1)
     mixed = structured_scan(StructuredInputs(value, logs, key, query), slots)

@@ -8,9 +8,10 @@ from torch import Tensor
 
 
 class DeltaInputs(NamedTuple):
-    """Rows of M tokens, float32. `logs` are the decays' logarithms: one a head, or one a channel of a key.
+    """Rows of M tokens, float32; values may have the model's dtype, and then what comes of them may, too.
 
-    As many heads in a row as there are of them for each key head share its keys and queries.
+    `logs` are the decays' logarithms: one a head, or one a channel of a key. As many heads in a row as there
+    are of them for each key head share its keys and queries.
     """
 
     query: Tensor  # [M, key_heads, key_dim]
@@ -21,7 +22,10 @@ class DeltaInputs(NamedTuple):
 
 
 class StructuredInputs(NamedTuple):
-    """Rows of M tokens, float32. Heads in a row, as many as there are for each group, share its b and c."""
+    """Rows of M tokens. Heads in a row, as many as there are for each group, share its b and c.
+
+    But for `logs`, which are float32, all may have the model's dtype, and then what comes of them may, too.
+    """
 
     inputs: Tensor  # [M, heads, dim]
     logs: Tensor  # [M, heads] logarithms of decays, negative

@@ -117,6 +117,7 @@ def structured_scan(inputs: StructuredInputs, slots: LayerSlots) -> Tensor:
         output = slots.kernel.structured(inputs, slots.state, slots.step.runs)
         if output is not None:
             return output
+    inputs = StructuredInputs(*(each.float() for each in inputs))
     return scan(inputs, slots, _STRUCTURED_BLOCK, torch.empty_like(inputs.inputs), _structured_block)
 
 
