@@ -28,9 +28,12 @@ from tests.support.packed import as_loaded, random_tokens
 from tests.support.recurrent import BLOCK_SIZE, pack_slots, with_drafts
 from tests.support.scan_cases import (
     ScanCase,
+    as_served,
+    by_channel_of,
     delta_case,
     gated_delta_of,
     gated_structured_of,
+    lightning_of,
     runs_of,
     selective_case,
     structured_case,
@@ -86,6 +89,10 @@ def test_states_and_outputs_are_those_of_torch(case: ScanCase) -> None:
         ("gated_delta", gated_delta_of((6, 2, 20, 40), 500)),
         ("gated_structured", gated_structured_of((48, 1, 64, 128), 500)),
         ("gated_structured", gated_structured_of((6, 2, 20, 24), 500)),
+        ("delta", by_channel_of((32, 32, 128, 128), 500)),
+        ("delta", by_channel_of((6, 2, 20, 40), 500)),
+        ("structured", lightning_of((16, 16, 128, 128), 500)),
+        ("structured", lightning_of((6, 2, 20, 24), 500)),
     ],
 )
 def test_prompts_in_chunks_are_what_they_are_token_by_token(
@@ -93,11 +100,11 @@ def test_prompts_in_chunks_are_what_they_are_token_by_token(
 ) -> None:
     inputs, shape = made
     runs = runs_of([(2, 300, 290), (0, 1, 1), (3, 16, 16), (1, 47, 33), (4, 130, 130)]).to(CUDA)
-    moved = [each.to(CUDA, dtype) if isinstance(each, torch.Tensor) else each for each in inputs]
+    moved = as_served(inputs, CUDA, dtype)
     found = []
     for scans in (TritonScans(), TritonScans(in_chunks=())):
         state = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0)).to(CUDA)
-        output = getattr(scans, name)(type(inputs)(*moved), state, runs)
+        output = getattr(scans, name)(moved, state, runs)
         found.append((output.float(), state))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)

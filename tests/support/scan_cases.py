@@ -127,6 +127,46 @@ def gated_structured_of(
     return GatedStructured(rows, decays, bias, direct, dim, groups, size, (0.01, 30.0)), (heads, dim, size)
 
 
+def by_channel_of(
+    sizes: tuple[int, int, int, int], num_rows: int
+) -> tuple[DeltaInputs, tuple[int, int, int]]:
+    """Kimi's delta rule of (heads, key heads, keys, values), some decays strong; and its state's shape."""
+    heads, key_heads, keys, values = sizes
+    noise = torch.Generator().manual_seed(num_rows)
+    query, key = torch.randn(2, num_rows, key_heads, keys, generator=noise)
+    value = torch.randn(num_rows, heads, values, generator=noise)
+    logs = -torch.randn(num_rows, heads, keys, generator=noise).abs() / 3
+    logs[::5] *= 300  # next to nothing is left
+    beta = torch.randn(num_rows, heads, generator=noise).sigmoid()
+    query, key = (each / each.norm(dim=-1, keepdim=True) for each in (query, key))
+    return DeltaInputs(query, key, value, logs, beta), (heads, keys, values)
+
+
+def lightning_of(
+    sizes: tuple[int, int, int, int], num_rows: int
+) -> tuple[StructuredInputs, tuple[int, int, int]]:
+    """Lightning attention of (heads, groups, dim, size), its decays as they come; and its state's shape."""
+    heads, groups, dim, size = sizes
+    noise = torch.Generator().manual_seed(num_rows)
+    inputs = torch.randn(num_rows, heads, dim, generator=noise)
+    b, c = torch.randn(2, num_rows, groups, size, generator=noise)
+    logs = -torch.randn(num_rows, heads, generator=noise).abs() / 3
+    logs[::5] *= 300
+    return StructuredInputs(inputs, logs, b, c), (heads, dim, size)
+
+
+def as_served(inputs: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """The same there, of a model in `dtype`: what its layers give the kernel in float32 stays so."""
+    exact = {DeltaInputs: ("query", "key", "logs", "beta"), StructuredInputs: ("logs",)}.get(type(inputs), ())
+    return inputs._replace(
+        **{
+            name: each.to(device) if name in exact else each.to(device, dtype)
+            for name, each in inputs._asdict().items()
+            if isinstance(each, torch.Tensor)
+        }
+    )
+
+
 def runs_of(prompts: list[tuple[int, int, int]]) -> torch.Tensor:
     """Of sequences in (slot, rows, rows taken in); and one that no sequence has, as recorded steps have."""
     slots, counts, taken = (np.array(each) for each in zip(*prompts, strict=True))
