@@ -47,7 +47,9 @@ BUGS = {
     "race": PlantedBug(
         "team.h", {_IN_ORDER: _IN_ANY_ORDER, "SPIN_IN_LOOP = 400;": "SPIN_IN_LOOP = 1 << 30;"}
     ),
-    "overflow": PlantedBug("attention_desk.h", {"room(2 * tile_records_": "room(tile_records_"}),
+    "overflow": PlantedBug(
+        "attention_desk.h", {"room<float>(2 * tile_records_": "room<float>(tile_records_"}
+    ),
     "shift": PlantedBug("tiles.h", {"stop >= KEYS ? ~0ull : ": ""}),
 }
 
