@@ -2,7 +2,7 @@
 
 A product of torch's may round a row among many otherwise than alone, as in float32. A router
 then gives the row other shares of its experts, or other experts. Of a number of rows that never
-changes each product is computed in the same way.
+changes each product is computed in the same way. What is done to every number is done by `alike`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from engine.compute.steady_numbers import alike
+
 _ROWS = 8  # of one product: a decode alone pays for as many
+_OF_NUMBERS = frozenset((F.silu, F.gelu, torch.sigmoid, Tensor.sigmoid))
 _MOST_WEIGHTS = 1 << 19  # of a linear that is narrow: each call makes floats of them
 
 
 def keep_rows(model: nn.Module) -> int:
     """Have routers, and linears too narrow for kernels, multiply by blocks of rows: how many there are.
 
-    Linears that give a row the same bits on this machine stay as they are.
+    Linears that give a row the same bits on this machine stay as they are. Norms behind gates, and GELU where
+    no kernel has the MLP, are kept from other code for a row alone, too.
     """
+    for module in model.modules():
+        if _has_numbers(type(module)):
+            module.forward = partial(_by_blocks, module.forward)
     routers: list[Any] = [module for module in model.modules() if _is_router(type(module))]
     linears: list[Any] = [each for each in model.modules() if _is_narrow(each) and not _is_steady(each)]
     for router in routers:
@@ -44,18 +51,28 @@ def block_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     return product.to(rows.dtype).view(*rows.shape[:-1], len(weight))
 
 
-class _BlockProducts(TorchFunctionMode):
-    """Within it F.linear is `block_product`."""
+class _Steady(TorchFunctionMode):
+    """Within it F.linear is `block_product`, and functions of every number are computed by `alike`."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in _OF_NUMBERS:
+            rows, *others = args
+            return alike(lambda each: func(each, *others, **(kwargs or {})), rows)
         called = block_product if func is F.linear else func
         return called(*args, **(kwargs or {}))
 
 
 def _is_router(kind: type[nn.Module]) -> bool:
     return kind.__module__.startswith("transformers.") and kind.__name__.endswith("Router")
+
+
+def _has_numbers(kind: type[nn.Module]) -> bool:
+    name, home = kind.__name__, kind.__module__
+    return home.startswith("transformers.") and (
+        name.endswith("NormGated") or (home == "transformers.activations" and "GELU" in name)
+    )
 
 
 def _is_narrow(module: Any) -> bool:
@@ -76,5 +93,5 @@ def _is_steady(linear: Any) -> bool:
 
 
 def _by_blocks(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _BlockProducts():
+    with _Steady():
         return forward(*args, **kwargs)

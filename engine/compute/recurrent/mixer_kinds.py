@@ -33,6 +33,7 @@ from engine.compute.recurrent.state_space import (
     structured_scan,
 )
 from engine.compute.recurrent.wkv import previous_scan, wkv_scan
+from engine.compute.steady_numbers import alike
 
 
 def _alone(_layer: Any, output: Tensor) -> Tensor:
@@ -82,15 +83,15 @@ def _mamba_mix(layer: Any, rows: PassRows, slots: LayerSlots) -> Tensor:
     steps, b, c = layer.x_proj(inputs).split(sizes, dim=-1)
     if hasattr(layer, "dt_layernorm"):
         steps, b, c = layer.dt_layernorm(steps), layer.b_layernorm(b), layer.c_layernorm(c)
-    steps = F.softplus(F.linear(steps, layer.dt_proj.weight).float() + layer.dt_proj.bias.float())
+    steps = F.linear(steps, layer.dt_proj.weight).float() + layer.dt_proj.bias.float()
     rates = -torch.exp(layer.A_log.float())  # [channels, state]
     inputs = inputs.float()
-    output = selective_scan(SelectiveInputs(inputs, steps, rates, b.float(), c.float()), slots)
-    return output.addcmul_(inputs, layer.D.float())
+    given = SelectiveInputs(inputs, alike(F.softplus, steps), rates, b.float(), c.float())
+    return selective_scan(given, slots).addcmul_(inputs, layer.D.float())
 
 
 def _mamba_finish(layer: Any, mixed: Tensor, gate: Tensor) -> Tensor:
-    output: Tensor = layer.out_proj((mixed * F.silu(gate.float())).to(gate.dtype))
+    output: Tensor = layer.out_proj((mixed * alike(F.silu, gate.float())).to(gate.dtype))
     return output
 
 
@@ -116,9 +117,8 @@ def _zamba_mix(layer: Any, rows: PassRows, slots: LayerSlots) -> Tensor:
         steps = F.linear(steps, layer.dt_proj_weight[head]).float() + layer.dt_proj_bias[head].float()
         rates = -torch.exp(layer.A_log[head].float())
         own = replace(slots, state=slots.state[:, head])
-        given = SelectiveInputs(fed.float(), F.softplus(steps), rates, b.float(), c.float())
-        scanned = selective_scan(given, own)
-        output[:, head] = scanned.addcmul_(fed.float(), layer.D[head].float())
+        given = SelectiveInputs(fed.float(), alike(F.softplus, steps), rates, b.float(), c.float())
+        output[:, head] = selective_scan(given, own).addcmul_(fed.float(), layer.D[head].float())
     return output.flatten(1)
 
 
@@ -151,7 +151,7 @@ def _mamba2_mix(layer: Any, rows: PassRows, slots: LayerSlots) -> Tensor:
     inputs, b, c = torch.split(inputs, [layer.intermediate_size, shared, shared], dim=-1)
     inputs = _heads(inputs, layer.num_heads)
     b, c = (gates.reshape(-1, layer.n_groups, layer.ssm_state_size) for gates in (b, c))
-    steps = F.softplus(steps + layer.dt_bias.float()).clamp(*layer.time_step_limit)
+    steps = alike(F.softplus, steps + layer.dt_bias.float()).clamp(*layer.time_step_limit)
     logs = steps * -torch.exp(layer.A_log.float())
     output = structured_scan(StructuredInputs(steps[:, :, None] * inputs, logs, b, c), slots)
     return output.addcmul_(inputs, layer.D.float()[:, None]).flatten(1)
@@ -159,7 +159,7 @@ def _mamba2_mix(layer: Any, rows: PassRows, slots: LayerSlots) -> Tensor:
 
 def _mamba2_finish(layer: Any, mixed: Tensor, gate: Tensor) -> Tensor:
     has_norm = getattr(layer, "mamba_rms_norm", True)  # Falcon-H1 may have none
-    gated = layer.norm(mixed, gate) if has_norm else mixed * F.silu(gate)
+    gated = layer.norm(mixed, gate) if has_norm else mixed * alike(F.silu, gate)
     output: Tensor = layer.out_proj(gated.to(gate.dtype))
     return output
 
@@ -204,8 +204,8 @@ def _delta_mix(layer: Any, rows: PassRows, slots: LayerSlots) -> Tensor:
     query, key, value = torch.split(mixed, [layer.key_dim, layer.key_dim, layer.value_dim], dim=-1)
     query, key = (unit_keys(_heads(part, layer.num_k_heads)) for part in (query, key))
     beta, steps = gates.chunk(2, dim=-1)
-    beta = beta.sigmoid().float() * most
-    logs = -layer.A_log.float().exp() * F.softplus(steps.float() + layer.dt_bias.float())
+    beta = alike(torch.sigmoid, beta).float() * most
+    logs = -layer.A_log.float().exp() * alike(F.softplus, steps.float() + layer.dt_bias.float())
     value = _heads(value.float(), layer.num_v_heads)
     inputs = DeltaInputs(query * layer.head_k_dim**-0.5, key, value, logs[..., None], beta)
     return delta_scan(inputs, slots).to(mixed.dtype)
@@ -249,11 +249,11 @@ def _kimi_mix(layer: Any, rows: PassRows, slots: LayerSlots) -> Tensor:
     steps = _heads(steps.float() + forget.dt_bias.float(), layer.num_heads)
     rates = forget.A_log.float().exp().view(1, -1, 1)
     if getattr(forget, "safe_gate", False):
-        logs = forget.lower_bound * (rates * steps).sigmoid()
+        logs = forget.lower_bound * alike(torch.sigmoid, rates * steps)
     else:
-        logs = -rates * F.softplus(steps)
+        logs = -rates * alike(F.softplus, steps)
     query = unit_keys(query) * layer.head_dim**-0.5
-    inputs = DeltaInputs(query, unit_keys(key), value, logs, beta.sigmoid().float())
+    inputs = DeltaInputs(query, unit_keys(key), value, logs, alike(torch.sigmoid, beta).float())
     return delta_scan(inputs, slots).to(mixed.dtype)
 
 
@@ -345,7 +345,7 @@ def _lightning_mix(layer: Any, rows: PassRows, slots: LayerSlots) -> Tensor:
 
 
 def _lightning_finish(layer: Any, mixed: Tensor, gate: Tensor) -> Tensor:
-    output: Tensor = layer.out_proj(gate.sigmoid() * layer.norm(mixed))
+    output: Tensor = layer.out_proj(alike(torch.sigmoid, gate) * layer.norm(mixed))
     return output
 
 
@@ -378,12 +378,12 @@ def _rwkv_mix(block: Any, rows: PassRows, slots: LayerSlots) -> Tensor:
     keys, values = (between(attention, name, before, normed).float() for name in ("key", "value"))
     decay = -torch.exp(attention.time_decay.float())
     mixed = wkv_scan(keys, values, decay, attention.time_first.float(), sums).to(hidden.dtype)
-    gate = between(attention, "receptance", before, normed).sigmoid()
+    gate = alike(torch.sigmoid, between(attention, "receptance", before, normed))
     hidden = hidden + attention.output(gate * mixed)
     normed = block.ln2(hidden)
     before = previous_scan(normed.float(), replace(slots, state=slots.state[:, size:])).to(hidden.dtype)
     fed = between(feed_forward, "key", before, normed).relu().square()
-    gate = between(feed_forward, "receptance", before, normed).sigmoid()
+    gate = alike(torch.sigmoid, between(feed_forward, "receptance", before, normed))
     output: Tensor = hidden + gate * feed_forward.value(fed)
     return output
 
@@ -408,7 +408,7 @@ def _lru_mix(layer: Any, rows: PassRows, slots: LayerSlots) -> Tensor:
     heads = _heads(inputs, lru.num_attention_heads).transpose(0, 1)  # [heads, M, width]
 
     def gate(weight: Tensor, bias: Tensor) -> Tensor:
-        return torch.baddbmm(bias[:, None], heads, weight).transpose(0, 1).flatten(1).sigmoid()
+        return alike(torch.sigmoid, torch.baddbmm(bias[:, None], heads, weight).transpose(0, 1).flatten(1))
 
     logs = -8.0 * gate(lru.recurrent_gate_weight, lru.recurrent_gate_bias) * F.softplus(lru.recurrent_param)
     scale = (1 - torch.exp(2 * logs)).sqrt()

@@ -12,6 +12,7 @@ from engine.compute.recurrent.slot_states import LayerSlots
 from engine.compute.recurrent.slot_step import take
 from engine.compute.recurrent.state_kernel import ConvInputs
 from engine.compute.recurrent.state_space import convolve
+from engine.compute.steady_numbers import alike
 
 
 class PassRows:
@@ -42,7 +43,7 @@ class PassRows:
         if whole is not None:
             return whole[:, :channels], whole[:, channels:]
         output = convolve(self.extended, conv, self._slots)
-        return F.silu(output) if activated else output, self.mixed[:, channels:]
+        return alike(F.silu, output) if activated else output, self.mixed[:, channels:]
 
     def keep(self) -> None:
         """Put into the slots what the next pass may need."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.activations import GELUActivation
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from engine.compute.native.steady_products import block_product, keep_rows
 
@@ -61,6 +64,21 @@ def test_a_row_has_the_same_bits_in_any_company(kind: Any, biases: int, dtype: t
             assert all(
                 torch.equal(part[row - place], whole[row]) for part, whole in zip(some, together, strict=True)
             )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_so_has_one_behind_a_gated_norm_or_gelu(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    norm, act = Zamba2RMSNormGated(48, group_size=24).to(dtype).requires_grad_(False), GELUActivation()
+    plain = nn.ModuleList([deepcopy(norm), GELUActivation()])
+    assert keep_rows(nn.ModuleList([norm, act])) == 0
+    rows, gates = torch.randn(40, 48, dtype=dtype), torch.randn(40, 96, dtype=dtype)
+    gate = gates.chunk(2, dim=-1)[0]
+    for ours, theirs, given in ((norm, plain[0], (rows, gate)), (act, plain[1], (gate,))):
+        together = ours(*given)
+        torch.testing.assert_close(together, theirs(*given))
+        for row in range(40):
+            assert torch.equal(ours(*(each[row : row + 1] for each in given))[0], together[row])
 
 
 class OfMany(nn.Linear):
