@@ -13,6 +13,7 @@ from torch import nn
 from engine.compute.native.experts import NativeExperts
 from engine.compute.native.families import READ
 from engine.compute.native.modules import NativeAttention, NativeLinear, NativeMlp, NativeNorm
+from engine.compute.native.padded_linear import PaddedLinear
 from engine.compute.native.router import NativeRouter
 
 
@@ -38,6 +39,7 @@ _KINDS: tuple[tuple[str, Any], ...] = (
     (Place.ROUTER, NativeRouter),
     (Place.NORM, NativeNorm),
     (Place.LINEAR, NativeLinear),
+    (Place.LINEAR, PaddedLinear),
 )
 
 

@@ -21,6 +21,7 @@ from engine.compute.native.modules import (
     last_projection,
 )
 from engine.compute.native.observation import Observation
+from engine.compute.native.padded_linear import PaddedLinear
 from engine.compute.native.places import Place
 from engine.compute.native.records import BLOCKS, MIXED
 from engine.compute.native.router import NativeRouter
@@ -67,7 +68,8 @@ def make_equal(
             return None
         made = NativeNorm(kernels, original, width)
     else:
-        made = NativeLinear(kernels, original)
+        kind = NativeLinear if NativeLinear.fits(original, kernels.dtype) else PaddedLinear
+        made = kind(kernels, original)
     return made if is_close(made(given), seen.output) else None
 
 

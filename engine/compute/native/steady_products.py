@@ -20,7 +20,7 @@ from engine.compute.steady_numbers import alike
 
 _ROWS = 8  # of one product: a decode alone pays for as many
 _OF_NUMBERS = frozenset((F.silu, F.gelu, torch.sigmoid, Tensor.sigmoid))
-_MOST_WEIGHTS = 1 << 19  # of a linear that is narrow: each call makes floats of them
+MOST_NARROW = 1 << 19  # weights of a linear: each call makes floats of them
 
 
 def keep_rows(model: nn.Module) -> int:
@@ -76,7 +76,7 @@ def _has_numbers(kind: type[nn.Module]) -> bool:
 
 
 def _is_narrow(module: Any) -> bool:
-    return type(module) is nn.Linear and module.weight.numel() <= _MOST_WEIGHTS
+    return type(module) is nn.Linear and module.weight.numel() <= MOST_NARROW
 
 
 @torch.inference_mode()
