@@ -98,6 +98,7 @@ MODELS = (
     Model(64, 8, has_window=True, has_sinks=True),
     Model(256, 2, has_window=True, has_cap=True),
     Model(64, 9),
+    Model(64, 1, "fp16"),  # what a device is tried with
     Model(128, 4, "fp32"),
     *(
         Model(dim, group, dtype, pages=pages)

@@ -48,11 +48,12 @@ def scale_pointers(pages, head, offset, DIM: tl.constexpr, BLOCK_SIZE: tl.conste
 @triton.jit
 def as_numbers(rows, TYPE: tl.constexpr, PAGES: tl.constexpr):
     """What was read, as numbers of TYPE, which has each number of a byte exactly; they are not scaled."""
-    if PAGES == "plain":
-        return rows
+    numbers = rows
     if PAGES == "fp8":
-        return rows.to(tl.float8e4nv, bitcast=True).to(TYPE)
-    return rows.to(TYPE)
+        numbers = rows.to(tl.float8e4nv, bitcast=True).to(TYPE)
+    elif PAGES != "plain":
+        numbers = rows.to(TYPE)
+    return numbers  # the only one: all are compiled, taken or not, and are to have one type
 
 
 @triton.jit
