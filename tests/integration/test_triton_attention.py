@@ -131,6 +131,15 @@ def test_any_number_of_runs(processors: int, window: int | None) -> None:
         check(Noise([Chunk(2060, 60)], LayerKv(1, 16, 16, window), heads_of_each=2), processors)
 
 
+@pytest.mark.parametrize("processors", [1, 1000])
+@pytest.mark.parametrize("window", [None, 150])
+def test_programs_share_the_queries_of_items_with_wide_values(window: int | None, processors: int) -> None:
+    """More of them than one can keep the sums of, whether or not a sequence's new tokens fill all tiles."""
+    tree = random_tree(np.random.default_rng(3), 320, 18)
+    chunks = [Chunk(300), Chunk(130, 60), Chunk(300, 5), tree, Chunk(0, 90)]
+    check(Noise(chunks, LayerKv(1, 16, 260, window), heads_of_each=2), processors)
+
+
 @pytest.mark.parametrize("case", range(12))
 def test_any_step(case: int) -> None:
     rng = np.random.default_rng(case)

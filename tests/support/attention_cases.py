@@ -77,7 +77,7 @@ def matrix(scale: int) -> dict[str, Noise]:
     for group, heads in ((1, 2), (2, 2), (4, 2), (5, 1), (8, 1), (9, 1), (20, 1)):
         layer = LayerKv(heads, 16, 16)
         found[f"{group} heads of each"] = replace(plain, layer=layer, heads_of_each=group)
-    for key_dim, value_dim in ((64, 64), (80, 80), (96, 96), (128, 128), (24, 8), (7, 40)):
+    for key_dim, value_dim in ((64, 64), (80, 80), (96, 96), (128, 128), (24, 8), (7, 40), (16, 260)):
         layer = LayerKv(1, key_dim, value_dim)
         found[f"dims {key_dim} and {value_dim}"] = replace(plain, layer=layer, heads_of_each=4)
     for dtype in (torch.bfloat16, torch.float16):

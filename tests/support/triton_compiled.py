@@ -99,11 +99,16 @@ MODELS = (
     Model(256, 2, has_window=True, has_cap=True),
     Model(64, 9),
     Model(64, 1, "fp16"),  # what a device is tried with
+    Model(256, 8),
+    Model(512, 8),  # Gemma 4's, in layers without a window
     Model(128, 4, "fp32"),
     *(
         Model(dim, group, dtype, pages=pages)
         for pages in ("int8", "fp8")
-        for dim, group, dtype in ((128, 4, "bf16"), (64, 9, "fp16"), (256, 2, "bf16"), (128, 4, "fp32"))
+        for dim, group, dtype in (
+            *((128, 4, "bf16"), (64, 9, "fp16"), (256, 2, "bf16")),
+            *((512, 8, "bf16"), (128, 4, "fp32")),
+        )
     ),
 )
 

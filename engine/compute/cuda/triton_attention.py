@@ -187,7 +187,7 @@ class TritonStep:
         scale, cap = call.scaling * _LOG2_E, 0.0
         if call.softcap is not None:
             scale, cap = call.scaling / call.softcap, call.softcap * _LOG2_E
-        attend_kernel[(tile.num_kv_heads * tile.head_tiles * len(items),)](
+        attend_kernel[(tile.programs * len(items),)](
             query,
             self._kv.keys[layer],
             self._kv.values[layer],

@@ -241,15 +241,16 @@ def attend_kernel(
     tree_words,
     TILE: tl.constexpr,
 ):
-    """One work item for the heads of one tile; grid (num_kv_heads * head_tiles * items).
+    """One tile of a work item's heads and queries; grid (num_kv_heads * head_tiles * query_tiles * items).
 
     One dimension, since a device takes only 65,535 programs along any other: the tiles of an item first.
 
     Writes `output` [N, heads, value_dim], or the item's unfinished softmax to `partial_sums` [P, heads,
     value_dim] and `partial_weights` [P, heads, 2] as (highest, weight). Sequence -1 is no item.
     """
-    head_tile = tl.program_id(0) % (TILE.num_kv_heads * TILE.head_tiles)
-    item = items + tl.program_id(0) // (TILE.num_kv_heads * TILE.head_tiles) * ITEM_COLUMNS
+    tile = tl.program_id(0) % TILE.programs
+    item = items + tl.program_id(0) // TILE.programs * ITEM_COLUMNS
+    head_tile = tile // TILE.query_tiles
     row_of_tables = tl.load(item)
     if row_of_tables < 0:
         return
@@ -258,6 +259,13 @@ def attend_kernel(
     query_start = tl.load(query_starts + row_of_tables)
     query_len = tl.load(query_starts + row_of_tables + 1) - query_start
     context = tl.load(kv_lens + row_of_tables) - query_len
+    if TILE.query_tiles > 1:
+        before = tile % TILE.query_tiles * TILE.queries
+        first_query += before
+        if first_query >= query_len:
+            return
+        stop_key = tl.minimum(stop_key, context + first_query + TILE.queries)
+        first_partial += tl.where(first_partial < 0, 0, before)
 
     ROWS: tl.constexpr = TILE.rows
     COLUMNS: tl.constexpr = TILE.padded_value_dim

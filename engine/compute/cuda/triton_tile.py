@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-_DERIVED = ("rows", "padded_key_dim", "padded_value_dim", "head_tiles")
+_DERIVED = ("rows", "padded_key_dim", "padded_value_dim", "head_tiles", "programs")
+_FEWEST_ROWS = 16  # of a matrix product
+# The most sums of values that one program keeps: more outgrow its registers, and where finished rows are laid
+# out anew to be stored, its shared memory. Fewer beside the bits of trees or bytes that become numbers, and
+# fewest beside the parts of float32.
+_MOST_SUMS, _FEWER_SUMS, _FEWEST_SUMS = 1 << 15, 1 << 14, 1 << 12
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -14,7 +19,7 @@ class TritonTile:
     `group` heads share a K/V head in the whole model, in `head_tiles` tiles. What is `padded` is the next
     power of two that a matrix product takes. `in_chunks` has the window be a chunk that tokens see alone.
     Up to `most_stages` steps of keys are on their way at once, the one that is worked on included. `pages`
-    says what they are read from, as PAGES of triton_pages.
+    says what they are read from, as PAGES of triton_pages. An item has the queries of `query_tiles` tiles.
     """
 
     queries: int
@@ -32,6 +37,7 @@ class TritonTile:
     has_sinks: bool = False
     most_stages: int = 3
     pages: str = "plain"
+    query_tiles: int = 1
 
     def __repr__(self) -> str:
         """All that a kernel takes from it: by these words Triton finds what it compiled, even long ago."""
@@ -59,9 +65,23 @@ class TritonTile:
         return -(-self.group // self.heads)
 
     @property
+    def programs(self) -> int:
+        """How many programs an item takes."""
+        return self.num_kv_heads * self.head_tiles * self.query_tiles
+
+    @property
     def num_warps(self) -> int:
         """Groups of 32 threads that work on it."""
-        return 8 if self.rows >= 128 else 4
+        return 8 if self.rows >= 128 or self._num_sums >= _FEWER_SUMS else 4
+
+    @property
+    def _num_sums(self) -> int:
+        return self.rows * self.padded_value_dim
+
+    def _most_sums(self, itemsize: int) -> int:
+        if itemsize > 2:
+            return _FEWEST_SUMS
+        return _FEWER_SUMS if self.has_trees or self.pages != "plain" else _MOST_SUMS
 
     def stages(self, itemsize: int, shared_memory: int) -> int:
         """How many steps of keys and values fit beside the queries; 0 for none."""
@@ -71,13 +91,18 @@ class TritonTile:
         return max(0, min(self.most_stages, (shared_memory - queries) // step))
 
     def fitted(self, itemsize: int, shared_memory: int) -> TritonTile:
-        """This tile with as many keys, a power of two, as leave room for two steps of them."""
-        keys = self.keys
-        while keys > 16 and replace(self, keys=keys).stages(itemsize, shared_memory) < 2:
-            keys //= 2
-        return replace(self, keys=keys)
+        """This tile with as many keys, a power of two, as leave room for two steps of them.
+
+        An item's queries are divided among several where their sums are too many for one program.
+        """
+        tile, most = self, self._most_sums(itemsize)
+        while tile.queries > 1 and tile.rows > _FEWEST_ROWS and tile._num_sums > most:
+            tile = replace(tile, queries=tile.queries // 2, query_tiles=2 * tile.query_tiles)
+        while tile.keys > 16 and tile.stages(itemsize, shared_memory) < 2:
+            tile = replace(tile, keys=tile.keys // 2)
+        return tile
 
 
 def padded(size: int) -> int:
     """The least power of two of 16 or more that is not below `size`."""
-    return max(16, 1 << (size - 1).bit_length())
+    return max(_FEWEST_ROWS, 1 << (size - 1).bit_length())
