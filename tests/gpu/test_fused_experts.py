@@ -47,7 +47,7 @@ FAMILIES = {
     "qwen2_moe": (2, 2),
     "qwen3_moe": (1, 2),
     "gpt_oss": (2, 2),
-    "gemma4": (4, 0),
+    "gemma4": (4, 4),
 }
 CHANGES: dict[str, dict[str, Any]] = {"gemma4": GEMMA4_EXPERTS, "nemotron_h_hybrid": NEMOTRON_EXPERTS}
 # Experts, hidden, width, and how many a row chooses: Qwen3-30B-A3B's, a few of Mixtral's, and uneven ones.

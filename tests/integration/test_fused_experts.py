@@ -48,17 +48,18 @@ from tests.support.interpreter import with_all_numbers  # noqa: E402
 pytestmark = [
     pytest.mark.triton,
     pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning", "ignore:invalid value:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),  # a device's is infinite
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # Triton 3.6, numpy 2.3
 ]
 
-# Each with the layers that have experts, and those of all that are fused: Gemma 4's layers have six norms.
+# Each with the layers that have experts, and those of all that are fused.
 FAMILIES = {
     "mixtral": (2, 2),
     "olmoe": (2, 2),
     "qwen2_moe": (2, 2),
     "qwen3_moe": (1, 2),
     "gpt_oss": (2, 2),
-    "gemma4": (4, 0),
+    "gemma4": (4, 4),
 }
 # Each with the layers that have experts, beside layers of a delta rule or Mamba, and its norms and MLPs.
 HYBRIDS = {"qwen3_next_hybrid": (2, 14), "granite_hybrid_moe": (3, 9), "nemotron_h_hybrid": (2, 6)}
@@ -107,7 +108,6 @@ def test_answers_in_16_bits_are_rounded_as_those_of_the_experts(monkeypatch: pyt
     assert is_close(FusedExperts(experts_of(mixture))(*rows), mixture.expected(*rows).bfloat16())
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # a device's is infinite
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", CALLED)
 @pytest.mark.parametrize("is_gated", [True, False])
@@ -234,7 +234,8 @@ def test_a_model_that_carries_state_keeps_its_layers_and_gets_fused_experts_and_
     kinds = [type(layer) for layer in loaded.model.base_model.layers]
     fused = with_fused_layers(loaded, 4, lambda: pytest.fail("the kernels do not run"))
     assert fused.kernels_used == (
-        f"for CUDA, states advanced, experts of {num_experts} fused, norms and MLPs fused: {num_parts}"
+        f"for CUDA, states advanced, experts of {num_experts} fused, routers of {num_experts} fused, "
+        f"norms and MLPs fused: {num_parts}"
     )
     assert type(fused.state_kernel) is TritonScans
     assert sum(isinstance(module, FusedExperts) for module in fused.model.modules()) == num_experts

@@ -22,15 +22,22 @@ from engine.compute.runner.self_check import logits_distance, packed_difference,
 from tests.support.attention_noise import Chunk, scattered_step
 from tests.support.launches import CountedKernel, LaunchCount, run_counted
 from tests.support.packed import as_loaded
-from tests.support.tiny_models import tiny_model
+from tests.support.tiny_models import GEMMA4_EXPERTS, tiny_model
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from engine.compute.cuda import fused_model, fused_norms, fused_products, triton_attention  # noqa: E402
+from engine.compute.cuda import (  # noqa: E402
+    fused_experts,
+    fused_model,
+    fused_norms,
+    fused_products,
+    fused_router,
+    triton_attention,
+)
 from engine.compute.cuda.fused_layer import FusedLayer  # noqa: E402
-from engine.compute.cuda.fused_model import fuse_layers, with_fused_layers  # noqa: E402
+from engine.compute.cuda.fused_model import fuse_experts, fuse_layers, fuse_routers, with_fused_layers  # noqa: E402
 from engine.compute.cuda.fused_norms import add, add_and_norm, norm, norm_heads  # noqa: E402
 from engine.compute.cuda.fused_products import OF_ONE_ROW, gate, gate_apart  # noqa: E402
 from engine.compute.cuda.row_products import (  # noqa: E402
@@ -55,7 +62,7 @@ pytestmark = [
 FAMILIES = {
     "llama": (10, 30),
     "qwen3": (10, 40),
-    "granite": (11, 30),
+    "granite": (10, 30),
     "gemma": (10, 35),
     "gemma2": (10, 50),
     "gemma3": (10, 60),
@@ -67,16 +74,19 @@ FAMILIES = {
     "cohere2": (9, 30),
     "gemma4": (14, 55),
     "gemma4 of values that are keys": (10, 55),
+    "gemma4 with experts": (20, 100),
 }
 # Gemma 4's large models: their layers are given nothing alone.
 LARGE_GEMMA4 = "gemma4 of values that are keys"
 ODD_GEMMA4 = "gemma4 of shared values that are keys"
+GEMMA4_WITH_EXPERTS = "gemma4 with experts"
 CHANGES: dict[str, dict[str, Any]] = {
     LARGE_GEMMA4: {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "attention_k_eq_v": True},
     ODD_GEMMA4: {"attention_k_eq_v": True},
+    GEMMA4_WITH_EXPERTS: {**GEMMA4_EXPERTS, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
 }
 # Rotated by float32's angles, normed together, by their means, or values too.
-ROUNDED_ONCE = ("olmo2", "olmo3", "olmoe", "cohere2", "gemma4", LARGE_GEMMA4)
+ROUNDED_ONCE = ("olmo2", "olmo3", "olmoe", "cohere2", "gemma4", LARGE_GEMMA4, GEMMA4_WITH_EXPERTS)
 BLOCK_SIZE = 4
 BYTES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -168,6 +178,7 @@ def test_products_of_one_row_are_torchs(width: int, has_bias: bool) -> None:
     expected = linear(row)
     torch.testing.assert_close(row_product(row, linear), expected)
     torch.testing.assert_close(added_row_product(row, linear, added), expected + added)
+    torch.testing.assert_close(added_row_product(row, linear, added, 0.22), 0.22 * expected + added)
     gates, ups = expected.chunk(2, dim=1)
     torch.testing.assert_close(gated_row_product(row, linear), torch.nn.functional.silu(gates) * ups)
     found = gated_row_product(row, linear, Activation.GELU_TANH)
@@ -197,6 +208,7 @@ def test_a_model_of_fused_layers_rounds_as_the_model(family: str, monkeypatch: p
     with_all_numbers(monkeypatch)
     loaded = tiny(family, torch.bfloat16)
     before = packed_sample(PackedForward(loaded))
+    fuse_routers(loaded, BLOCK_SIZE)
     assert fuse_layers(loaded, backend(), BLOCK_SIZE) == len(loaded.layers)
     forward = PackedForward(loaded)
     forward.backend = backend()
@@ -368,14 +380,15 @@ def test_kernels_that_do_not_run_leave_the_model_as_it_was(monkeypatch: pytest.M
 def test_a_layer_is_ten_launches(
     family: str, bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or eleven, where what its MLP answers is normed or multiplied."""
+    """Or eleven, where what its MLP answers is normed; ten more where experts stand beside it."""
     loaded = tiny(family)
+    fuse_experts(loaded, BLOCK_SIZE), fuse_routers(loaded, BLOCK_SIZE)
     name = next(name for name, part in loaded.model.named_modules() if FusedLayer.fits(part, loaded.dtype))
     observation = observe(loaded, [name], BLOCK_SIZE)
     original = loaded.model.get_submodule(name)
     made = FusedLayer(original, observation.calls[0])
     count = LaunchCount()
-    for module in (triton_attention, fused_products, fused_norms):
+    for module in (triton_attention, fused_products, fused_norms, fused_experts, fused_router):
         for kernel in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, kernel, CountedKernel(kernel, count))
     inputs, num_blocks = scattered_step([Chunk(700), Chunk(3)], BLOCK_SIZE)

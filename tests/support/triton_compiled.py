@@ -29,12 +29,14 @@ from engine.compute.cuda.coded_kernels import (
 from engine.compute.cuda.coded_layout import CodedShape, ProductLayout, large_layout, tiled_layout
 from engine.compute.cuda.conv_kernels import convolve_kernel, keep_kernel
 from engine.compute.cuda.expert_kernels import (
+    choose_kernel,
     expert_down_kernel,
     expert_gate_kernel,
     expert_sum_kernel,
     route_kernel,
+    scaled_norm_kernel,
 )
-from engine.compute.cuda.expert_layout import ExpertShape, layout_for, step_of
+from engine.compute.cuda.expert_layout import Choice, ExpertShape, layout_for, step_of
 from engine.compute.cuda.layer_kernels import (
     gate_kernel,
     gated_norm_kernel,
@@ -374,6 +376,13 @@ MIXTURES = (
     (ExpertShape(128, 2048, 768, activation=Activation.GELU), 8, "bf16", (1,)),
     (ExpertShape(128, 2688, 1856, activation=Activation.RELU_SQUARED, is_gated=False), 6, "bf16", (1, 4096)),
 )
+# Of Qwen3-Next, of Gemma 4, whose experts' shares have scales, and of DeepSeek-V3 and GLM 4.7.
+CHOICES = (
+    (Choice(512, 10), "bf16", "bf16", {}),
+    (Choice(128, 8), "bf16", "fp32", {"HAS_SCALES": True}),
+    (Choice(256, 8, True, True, 8, 4, 1e-20, 2.5), "fp32", "fp32", {"HAS_BIASES": True}),
+    (Choice(160, 8, True, True, 1, 1, 1e-20, 2.5), "fp32", "fp32", {"HAS_BIASES": True}),
+)
 _MIXED = ("x", "weights", "biases", "activated", "answers", "shares", "summed")
 
 
@@ -397,6 +406,30 @@ def compile_experts(capability: int) -> Iterator[tuple[str, tuple[int, int, int]
         yield f"{name} summed", compile_kernel(expert_sum_kernel, dtype, constants, capability, types)
         constants = {"COUNT": shape.count, "ROWS": 16, "CHUNK": 1024}
         yield f"{name} sorted", compile_kernel(route_kernel, dtype, constants, capability, types)
+
+
+def compile_routers(capability: int) -> Iterator[tuple[str, tuple[int, int, int]]]:
+    """Compile all that chooses experts: what it is, and what it takes."""
+    for choice, dtype, shares, more in CHOICES:
+        types = {"logits": f"*{dtype}", "biases": "*fp32", "scales": "*bf16", "shares": f"*{shares}"}
+        constants = {
+            "CHOICE": choice,
+            "GROUPS": triton.next_power_of_2(choice.num_groups),
+            "SIZE": triton.next_power_of_2(choice.size),
+            "PLACES": triton.next_power_of_2(choice.each),
+            "HAS_BIASES": False,
+            "HAS_SCALES": False,
+            **more,
+        }
+        name = f"{choice.each} of {choice.count} experts in {choice.num_groups}"
+        types["chosen"] = "*i64"
+        yield name, compile_kernel(choose_kernel, dtype, constants, capability, types, num_warps=1)
+    sizes = {"WIDTH": 2816, "PADDED": 4096}
+    types = {"root": "fp32", "given": "*bf16", "scale": "*bf16", "normed": "*bf16"}
+    yield (
+        "rows for a router",
+        compile_kernel(scaled_norm_kernel, "bf16", sizes, capability, types, num_warps=8),
+    )
 
 
 # Layers of Qwen3-Next, Kimi-Linear, Granite 4 and Falcon-Mamba, in parts as TritonScans cuts them.
@@ -531,7 +564,12 @@ def main() -> int:
             if _pages(constants) not in kinds_of_pages(capability):
                 continue
             print(capability, kernel.__name__, *compile_kernel(kernel, "bf16", constants, capability))
-        compiled = (*compile_coded(capability), *compile_experts(capability), *compile_states(capability))
+        compiled = (
+            *compile_coded(capability),
+            *compile_experts(capability),
+            *compile_routers(capability),
+            *compile_states(capability),
+        )
         for name, (registers, stack, shared) in compiled:
             is_good = shared <= limit and stack <= MOST_STACK_BYTES
             bad += not is_good

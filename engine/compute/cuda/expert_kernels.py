@@ -1,4 +1,4 @@
-"""The device code of a mixture's experts, in Triton: whose rows are whose, two products, and a weighted sum.
+"""The device code of a mixture, in Triton: who is chosen, whose rows are whose, two products, a weighted sum.
 
 Rows are sorted by the expert that they go through and multiplied tile by tile, as in Gale et al. 2022
 ("MegaBlocks"). What is launched follows from the number of rows alone, so that a CUDA graph can hold it: who
@@ -14,6 +14,116 @@ import triton.language as tl
 from engine.compute.cuda.triton_activations import activated
 
 _WORDS = tl.constexpr(3)  # of a tile: its expert, its first pair in their order, and where the expert's end
+
+
+@triton.jit
+def _highest(numbers):
+    return tl.max(tl.max(numbers, 1), 0)
+
+
+@triton.jit
+def _kept_groups(keys, CHOICE: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr):
+    """Which groups count, [GROUPS]: those whose two highest `keys` [GROUPS, SIZE] sum to most."""
+    places, groups = tl.arange(0, SIZE)[None, :], tl.arange(0, GROUPS)
+    highest = tl.max(keys, 1)
+    first = tl.min(tl.where(keys == highest[:, None], places, SIZE), 1)
+    sums = highest + tl.max(tl.where(places == first[:, None], float("-inf"), keys), 1)
+    is_left = groups < CHOICE.num_groups
+    is_kept = groups < 0
+    for _ in tl.range(0, CHOICE.kept_groups):
+        most = tl.max(tl.where(is_left, sums, float("-inf")), 0)
+        own = groups == tl.min(tl.where(is_left & (sums == most), groups, GROUPS), 0)
+        is_kept = is_kept | own
+        is_left = is_left & (own == 0)
+    return is_kept
+
+
+@triton.jit
+def choose_kernel(
+    logits,
+    biases,
+    scales,
+    shares,
+    chosen,
+    CHOICE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PLACES: tl.constexpr,
+    HAS_BIASES: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+):
+    """Experts for a row of `logits` [rows, count] as CHOICE says, and their shares; grid (rows).
+
+    Both go to [rows, each], the highest first, and of equal ones that with the lowest number. `biases`
+    [count] are added to what is compared, not to shares; these are multiplied with `scales` [count]. GROUPS,
+    SIZE and PLACES are powers of two that hold the groups, the experts of one, and those chosen. A number
+    that is NaN shows in the shares.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    groups, places = tl.arange(0, GROUPS)[:, None], tl.arange(0, SIZE)[None, :]
+    experts = groups * CHOICE.size + places
+    is_open = (groups < CHOICE.num_groups) & (places < CHOICE.size)
+    numbers = tl.load(logits + row * CHOICE.count + experts, mask=is_open, other=float("-inf")).to(tl.float32)
+    if CHOICE.by_sigmoid:
+        scores = tl.sigmoid(numbers)
+        keys = scores
+    else:
+        keys = numbers
+        scores = tl.exp(numbers - _highest(numbers))
+        scores = scores / tl.sum(tl.sum(scores, 1), 0)
+    if HAS_BIASES:
+        keys += tl.load(biases + experts, mask=is_open, other=0.0).to(tl.float32)
+    keys = tl.where(keys == keys, keys, float("inf"))  # NaN is chosen, so that it shows
+    keys = tl.where(is_open, keys, float("-inf"))
+    if CHOICE.kept_groups < CHOICE.num_groups:
+        is_kept = _kept_groups(keys, CHOICE, GROUPS, SIZE)
+        keys = tl.where(is_kept[:, None], keys, float("-inf"))
+    slots = tl.arange(0, PLACES)
+    numbers_of = tl.zeros([PLACES], tl.int32)
+    shares_of = tl.zeros([PLACES], tl.float32)
+    for place in tl.range(0, CHOICE.each):
+        is_best = is_open & (keys == _highest(tl.where(is_open, keys, float("-inf"))))
+        expert = tl.min(tl.min(tl.where(is_best, experts, CHOICE.count), 1), 0)
+        own = is_open & (experts == expert)
+        share = tl.sum(tl.sum(tl.where(own, scores, 0.0), 1), 0)
+        numbers_of = tl.where(slots == place, expert, numbers_of)
+        shares_of = tl.where(slots == place, share, shares_of)
+        is_open = is_open & (own == 0)
+    if CHOICE.is_normed:
+        shares_of = shares_of / (tl.sum(shares_of, 0) + CHOICE.least)
+    shares_of = shares_of * CHOICE.factor
+    is_slot = slots < CHOICE.each
+    if HAS_SCALES:
+        shares_of = shares_of * tl.load(scales + numbers_of, mask=is_slot, other=0.0).to(tl.float32)
+    targets = row * CHOICE.each + slots
+    tl.store(chosen + targets, numbers_of, mask=is_slot)
+    tl.store(shares + targets, shares_of.to(shares.dtype.element_ty), mask=is_slot)
+
+
+@triton.jit
+def scaled_norm_kernel(
+    given,
+    scale,
+    normed,
+    root,
+    eps,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Each row of `given` [rows, WIDTH] as Gemma 4's router reads it; grid (rows).
+
+    It is divided by its size, then multiplied with `scale`, then with `root`, and rounded after each: another
+    rounding would send rows to other experts.
+    """
+    columns = tl.arange(0, PADDED)
+    mask = columns < WIDTH
+    places = tl.program_id(0).to(tl.int64) * WIDTH + columns
+    row = tl.load(given + places, mask=mask, other=0.0).to(tl.float32)
+    scales = tl.load(scale + columns, mask=mask, other=0.0).to(tl.float32)
+    kind: tl.constexpr = normed.dtype.element_ty
+    bare = (row * tl.rsqrt(tl.sum(row * row, 0) / WIDTH + eps)).to(kind).to(tl.float32)
+    scaled = (bare * scales).to(kind).to(tl.float32)
+    tl.store(normed + places, (scaled * root).to(kind), mask=mask)
 
 
 @triton.jit

@@ -44,6 +44,30 @@ class ExpertShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """How a router chooses `each` of `count` experts for a row, and what shares these get.
+
+    A score is a softmax over all, or with `by_sigmoid` each number's own sigmoid. The highest are chosen. Of
+    `num_groups` of equally many neighbours only the `kept_groups` with the highest sums of two count. Shares
+    are scores, over their sum and `least` where `is_normed`, times `factor`.
+    """
+
+    count: int
+    each: int
+    is_normed: bool = True
+    by_sigmoid: bool = False
+    num_groups: int = 1
+    kept_groups: int = 1
+    least: float = 0.0
+    factor: float = 1.0
+
+    @property
+    def size(self) -> int:
+        """How many experts a group has."""
+        return self.count // self.num_groups
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertLayout:
     """A tile of `rows` rows by `outs` outputs of one expert; of gates it is half of them, and their ups.
 

@@ -3,7 +3,7 @@
 The projections of one input are one matrix product, and what lies between products is one kernel each, or two
 where all heads are normed together. Of one row, as when a single sequence decodes, the products are kernels
 too, with what follows them. A mixture of experts in the place of an MLP is called as it is. What a step
-brings for one of Gemma 4's layers alone is four launches more.
+brings for one of Gemma 4's layers alone is four launches more, experts beside its MLP are ten.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext, LayerCall
 from engine.compute.attention.context import HeadNorms, HeadTurns
+from engine.compute.cuda.fused_beside import ExpertsBeside
 from engine.compute.cuda.fused_mlp import LayerInput, Mlp, mlp_class_of
 from engine.compute.cuda.fused_norms import FusedNorm, add, add_and_norm, eps_of, is_norm, norm
 from engine.compute.cuda.fused_products import (
@@ -27,7 +28,7 @@ from engine.compute.cuda.fused_products import (
     joined,
 )
 from engine.compute.native.families import NORM_NAMES, Family, NormNames, family_of, is_whole
-from engine.compute.native.layer_form import LAYER_INPUT, scalar_of
+from engine.compute.native.layer_form import BESIDE, LAYER_INPUT, scalar_of
 from engine.compute.native.modules import clips, reads_shared, shared_as, values_are_keys
 from engine.compute.native.places import is_unhooked
 from engine.errors import UnsupportedModel
@@ -68,6 +69,7 @@ class FusedLayer(nn.Module):
         self.multiplier = float(getattr(original, "residual_multiplier", 1.0))
         self.scalar = scalar_of(original)
         self.layer_input = LayerInput(original) if _has_input(original) else None
+        self.beside = ExpertsBeside(original) if ExpertsBeside.are_of(original) else None
         self.head_norms = _head_norms(attention)
         self.family = _family(attention)
         self.is_rotated = self.family.rotates(attention)
@@ -88,6 +90,7 @@ class FusedLayer(nn.Module):
             and all(is_norm(norm, dtype) for norm in norms)
             and _fits_heads(attention, dtype)
             and (not _has_input(layer) or LayerInput.fits(layer, dtype))
+            and (not ExpertsBeside.are_of(layer) or ExpertsBeside.fits(layer, dtype))
             and mlp_class_of(layer.mlp, dtype) is not None
         )
 
@@ -167,9 +170,12 @@ class FusedLayer(nn.Module):
     def _transformed(
         self, normed: torch.Tensor, total: torch.Tensor, products: Products, factor: float
     ) -> torch.Tensor:
-        if self.mlp_norm is None and self.multiplier == factor == 1.0:
-            return self.mlp.added(normed, total, products)
-        return add(total, self.mlp.computed(normed, products), self.mlp_norm, self.multiplier, factor)
+        if self.mlp_norm is None and factor == 1.0 and (self.multiplier == 1.0 or self.is_plain):
+            return self.mlp.added(normed, total, products, self.multiplier)
+        answer = self.mlp.computed(normed, products)
+        if self.beside is not None:
+            answer = self.beside.added(answer, total)
+        return add(total, answer, self.mlp_norm, self.multiplier, factor)
 
     def _turns(self, rotation: Rotation | None) -> HeadTurns | None:
         if not self.is_rotated:
@@ -191,6 +197,8 @@ def _norm_names(layer: nn.Module) -> NormNames | None:
     parts = {name for name, part in layer.named_children() if type(part) is not nn.Dropout}
     if _has_input(layer):
         parts -= LAYER_INPUT.keys()
+    if ExpertsBeside.are_of(layer):
+        parts -= BESIDE.keys()
     for names in NORM_NAMES:
         if parts == {"self_attn", "mlp", *names}:
             return names

@@ -20,6 +20,8 @@ from engine.compute.cuda.fused_products import (
 from engine.compute.native.families import family_of, is_read_mixture, is_whole
 from engine.compute.native.modules import activation_of, mlp_names
 
+_ANY = 0.5  # what a product may be multiplied with, so that this is compared, too
+
 
 class Mlp(Protocol):
     """What comes behind a layer's second norm; one of `_MLPS`."""
@@ -33,8 +35,10 @@ class Mlp(Protocol):
         """What it makes of rows [N, hidden]."""
         ...
 
-    def added(self, normed: torch.Tensor, total: torch.Tensor, products: Products) -> torch.Tensor:
-        """The same, and `total`, which it may write over."""
+    def added(
+        self, normed: torch.Tensor, total: torch.Tensor, products: Products, multiplier: float
+    ) -> torch.Tensor:
+        """`multiplier` times the same, and `total`, which it may write over; not 1 of plain weights alone."""
         ...
 
     def answers(self, row: torch.Tensor, products: Products) -> tuple[torch.Tensor, ...]:
@@ -81,9 +85,12 @@ class JoinedMlp(nn.Module):
         """See Mlp."""
         return products.project(products.gate(normed, self.gate_up, self.activation), self.down)
 
-    def added(self, normed: torch.Tensor, total: torch.Tensor, products: Products) -> torch.Tensor:
+    def added(
+        self, normed: torch.Tensor, total: torch.Tensor, products: Products, multiplier: float
+    ) -> torch.Tensor:
         """See Mlp."""
-        return products.add(products.gate(normed, self.gate_up, self.activation), self.down, total)
+        gated = products.gate(normed, self.gate_up, self.activation)
+        return products.add(gated, self.down, total, multiplier)
 
     def answers(self, row: torch.Tensor, products: Products) -> tuple[torch.Tensor, ...]:
         """See Mlp."""
@@ -91,7 +98,7 @@ class JoinedMlp(nn.Module):
         return (
             products.gate(row, self.gate_up, self.activation),
             products.project(gated, self.down),
-            products.add(gated, self.down, row.clone()),
+            products.add(gated, self.down, row.clone(), _ANY),
         )
 
 
@@ -118,9 +125,11 @@ class CalledMixture(nn.Module):
         rows: torch.Tensor = answer[0] if isinstance(answer, tuple) else answer  # gpt-oss tells shares, too
         return rows[0]
 
-    def added(self, normed: torch.Tensor, total: torch.Tensor, products: Products) -> torch.Tensor:
+    def added(
+        self, normed: torch.Tensor, total: torch.Tensor, products: Products, multiplier: float
+    ) -> torch.Tensor:
         """See Mlp."""
-        return total.add_(self.computed(normed, products))
+        return total.add_(self.computed(normed, products), alpha=multiplier)
 
     def answers(self, row: torch.Tensor, products: Products) -> tuple[torch.Tensor, ...]:
         """See Mlp."""

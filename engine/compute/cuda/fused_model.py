@@ -8,13 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionBackend, AttentionContext
 from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.cuda.fused_beside import ExpertsBeside
 from engine.compute.cuda.fused_experts import FusedExperts, equal_experts
 from engine.compute.cuda.fused_layer import FusedLayer
 from engine.compute.cuda.fused_parts import fuse_parts
 from engine.compute.cuda.fused_products import OF_ONE_ROW, OF_ROWS, Products
+from engine.compute.cuda.fused_router import equal_router, router_class_of
 from engine.compute.cuda.state_scans import TritonScans
 from engine.compute.cuda.triton_attention import TritonAttention
 from engine.compute.loading.loader import LoadedModel
@@ -41,13 +44,14 @@ def with_fused_layers(loaded: LoadedModel, block_size: int, reload: Callable[[],
         if loaded.keeps_state:
             loaded = with_scans(loaded, block_size)
         num_experts = fuse_experts(loaded, block_size)  # first, so that layers are fused around them
+        num_routers = fuse_routers(loaded, block_size)
         count = 0 if loaded.keeps_state else fuse_layers(loaded, backend, block_size)
         num_parts = fuse_parts(loaded, block_size)
     except Exception as error:  # whatever a compiler or a driver may raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         log.warning("layers are not fused: %s", reason)
         return replace(reload(), kernels_used=loaded.kernels_used)
-    if not (count or num_experts or num_parts or loaded.state_kernel):
+    if not (count or num_experts or num_routers or num_parts or loaded.state_kernel):
         return loaded
     used = [loaded.kernels_used or "for CUDA"]
     if loaded.state_kernel is not None:
@@ -58,6 +62,9 @@ def with_fused_layers(loaded: LoadedModel, block_size: int, reload: Callable[[],
     if num_experts:
         log.info("the experts of %d layers are fused", num_experts)
         used.append(f"experts of {num_experts} fused")
+    if num_routers:
+        log.info("the routers of %d layers are fused", num_routers)
+        used.append(f"routers of {num_routers} fused")
     if num_parts:
         log.info("norms and MLPs fused by themselves: %d", num_parts)
         used.append(f"norms and MLPs fused: {num_parts}")
@@ -117,12 +124,33 @@ def fuse_experts(loaded: LoadedModel, block_size: int) -> int:
 
 
 @torch.inference_mode()
+def fuse_routers(loaded: LoadedModel, block_size: int) -> int:
+    """Replace the router of each layer that chooses alike: how many layers there were.
+
+    Raises whatever a compiler or driver does.
+    """
+    modules = loaded.model.named_modules()
+    fitting = [name for name, module in modules if router_class_of(module, loaded.dtype)]
+    seen = observe(loaded, fitting, block_size).seen if fitting else {}
+    count = 0
+    for name in fitting:
+        made = name in seen and equal_router(loaded.model.get_submodule(name), seen[name], loaded.dtype)
+        if not isinstance(made, nn.Module):
+            log.debug("%s chooses otherwise when fused: the router stays", name)
+            continue
+        loaded.model.set_submodule(name, made)
+        count += 1
+    return count
+
+
+@torch.inference_mode()
 def fuse_layers(loaded: LoadedModel, backend: AttentionBackend, block_size: int) -> int:
     """Replace each layer that answers alike, freeing its weights: how many there were."""
     fitting = [name for name, module in loaded.model.named_modules() if FusedLayer.fits(module, loaded.dtype)]
     if not fitting:
         return 0
-    observation = observe(loaded, [*fitting, *map(_mlp_of, fitting)], block_size)
+    routers = [_router_of(name) for name in fitting if ExpertsBeside.are_of(loaded.model.get_submodule(name))]
+    observation = observe(loaded, [*fitting, *map(_mlp_of, fitting), *routers], block_size)
     kv = observation.kv
     empty = KvTensors(kv.layers, kv.num_blocks, kv.block_size, kv.compute_dtype, kv.device)
     context = AttentionContext(observation.inputs, empty, backend)
@@ -142,8 +170,9 @@ def _equal_layer(
 ) -> FusedLayer | None:
     """The layer fused; None unless its answer, and the keys and values it leaves, are the observed ones.
 
-    What its MLP is given is compared, and what comes of what that was given: a router may send rows that are
-    rounded otherwise to other experts. What one row is computed by is compared with what computed those.
+    What its MLP and its router are given is compared, and what comes of what these were given: a router may
+    send rows that are rounded otherwise to other experts. What one row is computed by is compared with what
+    computed those.
     """
     seen, call = observation.seen.get(name), observation.calls.get(original.self_attn.layer_idx)
     seen_mlp = observation.seen.get(_mlp_of(name))
@@ -155,9 +184,12 @@ def _equal_layer(
     normed, total = made.attended(*seen.args, **(seen.options | {CONTEXT_KEYWORD: context}))
     given = seen_mlp.given[0].contiguous()
     kv, layer = observation.kv, call.layer
+    seen_router = observation.seen.get(_router_of(name))
+    before = total if seen_router is None or seen_router.given is None else seen_router.given.contiguous()
     pairs = (
         (normed, given),
-        (made.finished(given, total, OF_ROWS, *seen.args[1:])[None], seen.output),
+        (total, before),
+        (made.finished(given, before.clone(), OF_ROWS, *seen.args[1:])[None], seen.output),
         (context.kv.keys[layer], kv.keys[layer]),
         (context.kv.values[layer], kv.values[layer]),
     )
@@ -168,6 +200,11 @@ def _equal_layer(
 def _mlp_of(layer: str) -> str:
     """The name of what comes behind a layer's second norm."""
     return f"{layer}.mlp"
+
+
+def _router_of(layer: str) -> str:
+    """The name of what chooses experts beside a layer's MLP."""
+    return f"{layer}.router"
 
 
 def _one_row_is_alike(layer: FusedLayer, hidden: torch.Tensor) -> bool:

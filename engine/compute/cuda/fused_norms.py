@@ -142,7 +142,7 @@ def norm_heads(qkv: torch.Tensor, norms: HeadNorms) -> None:
         KEYS=keys,
         STRIDE=qkv.shape[1],
         PADDED=triton.next_power_of_2(max(queries, keys)),
-        num_warps=_warps(queries),
+        num_warps=warps_for(queries),
     )
 
 
@@ -193,9 +193,10 @@ def _launch(
         IS_CENTRED=norms[1] is not None and norms[1].is_centred,
         WIDTH=width,
         PADDED=triton.next_power_of_2(width),
-        num_warps=_warps(width),
+        num_warps=warps_for(width),
     )
 
 
-def _warps(width: int) -> int:
+def warps_for(width: int) -> int:
+    """How many groups of 32 threads norm a row of so many columns."""
     return 8 if width > _NARROW else 4

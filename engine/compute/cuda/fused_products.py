@@ -25,7 +25,8 @@ class Products(NamedTuple):
 
     project: Callable[[torch.Tensor, Any], torch.Tensor]  # the linear's
     gate: Callable[[torch.Tensor, Any, Activation], torch.Tensor]  # of its first half, times its second
-    add: Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]  # and a sum, which it may write over
+    # Times a number, and a sum, which it may write over; of codes the number is 1.
+    add: Callable[[torch.Tensor, Any, torch.Tensor, float], torch.Tensor]
 
 
 def _project(rows: torch.Tensor, linear: Projection) -> torch.Tensor:
@@ -37,10 +38,11 @@ def _gate(rows: torch.Tensor, linear: Projection, activation: Activation) -> tor
     return gate(linear(rows), activation)
 
 
-def _add(rows: torch.Tensor, linear: Projection, total: torch.Tensor) -> torch.Tensor:
+def _add(rows: torch.Tensor, linear: Projection, total: torch.Tensor, multiplier: float) -> torch.Tensor:
     if isinstance(linear, TritonLinear):
+        assert multiplier == 1.0, "products of codes are added as they are"
         return linear.added(rows, total)
-    return total.addmm_(rows, linear.weight.t())
+    return total.addmm_(rows, linear.weight.t(), alpha=multiplier)
 
 
 OF_ROWS = Products(_project, _gate, _add)

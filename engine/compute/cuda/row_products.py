@@ -34,6 +34,7 @@ def row_product_kernel(
     added,
     product,
     num_outputs,
+    multiplier,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     IS_GATED: tl.constexpr,
@@ -44,7 +45,8 @@ def row_product_kernel(
     """One number of `weight` [num_outputs, WIDTH] times `row`; grid (num_outputs).
 
     With IS_GATED the weights are [gates, ups], of num_outputs rows each, and the number is
-    ACTIVATION(gate) * up. With HAS_ADDED a number of `added` is added, before it is rounded.
+    ACTIVATION(gate) * up. With HAS_ADDED it is multiplied with `multiplier` and a number of `added` is added,
+    before it is rounded.
     """
     EVEN: tl.constexpr = WIDTH % COLUMNS == 0
     output = tl.program_id(0).to(tl.int64)
@@ -68,7 +70,7 @@ def row_product_kernel(
         gate = result.to(product.dtype.element_ty).to(tl.float32)  # rounded as by a product of its own
         result = activated(gate, 1.0, ACTIVATION) * up.to(product.dtype.element_ty).to(tl.float32)
     if HAS_ADDED:
-        result += tl.load(added + output).to(tl.float32)
+        result = result * multiplier + tl.load(added + output).to(tl.float32)
     tl.store(product + output, result.to(product.dtype.element_ty))
 
 
@@ -84,9 +86,11 @@ def gated_row_product(
     return _launch(row, linear, activation=activation)
 
 
-def added_row_product(row: torch.Tensor, linear: nn.Linear, added: torch.Tensor) -> torch.Tensor:
-    """`linear` of a `row` [1, in], plus `added` [1, out], rounded once: [1, out]."""
-    return _launch(row, linear, added)
+def added_row_product(
+    row: torch.Tensor, linear: nn.Linear, added: torch.Tensor, multiplier: float = 1.0
+) -> torch.Tensor:
+    """`multiplier` times `linear` of a `row` [1, in], plus `added` [1, out], rounded once: [1, out]."""
+    return _launch(row, linear, added, multiplier=multiplier)
 
 
 def _launch(
@@ -94,6 +98,7 @@ def _launch(
     linear: nn.Linear,
     added: torch.Tensor | None = None,
     activation: Activation | None = None,
+    multiplier: float = 1.0,
 ) -> torch.Tensor:
     is_gated = activation is not None
     num_outputs = linear.out_features // (2 if is_gated else 1)
@@ -105,6 +110,7 @@ def _launch(
         row if added is None else added,
         product,
         num_outputs,
+        multiplier,
         WIDTH=linear.in_features,
         COLUMNS=min(_MOST_COLUMNS, triton.next_power_of_2(linear.in_features)),
         IS_GATED=is_gated,

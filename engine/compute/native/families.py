@@ -225,9 +225,38 @@ UNGATED_EXPERTS = frozenset({"nemotron_h"})
 LIMITED_EXPERTS = frozenset({"gpt_oss"})
 # And in these the likeliest by a softmax over all are chosen, with their chances, normed or not, for shares.
 ROUTERS = frozenset(
-    {"flex_olmo", "gpt_oss", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"}
+    {
+        "flex_olmo",
+        "gpt_oss",
+        "mellum",
+        "minimax",
+        "mixtral",
+        "olmoe",
+        "qwen2_moe",
+        "qwen3_5_moe",
+        "qwen3_moe",
+        "qwen3_next",
+    }
 )
-_ROUTERS_OF_FLOATS = frozenset({"mixtral"})  # whose shares are not rounded
+_ROUTERS_OF_FLOATS = frozenset({"minimax", "mixtral"})  # whose shares are not rounded
+# The same, but the logits that they tell are float32's.
+ROUTERS_TELLING_FLOATS = frozenset({"granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"})
+# And in these those whose sigmoid and bias are highest, of the groups whose two highest sum to most.
+GROUPED_ROUTERS = frozenset(
+    {
+        "axk1",
+        "bailing_hybrid",
+        "deepseek_v3",
+        "dots1",
+        "exaone_moe",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "kimi_linear",
+        "mimo_v2_flash",
+        "nemotron_h",
+        "solar_open",
+    }
+)
 # And these do no more than add what a shared expert makes of a row, where there is one.
 MIXTURES = frozenset({"flex_olmo", "gpt_oss", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
 
@@ -303,6 +332,17 @@ def has_shapes_of_experts(module: Any, dtype: torch.dtype) -> bool:
 def has_read_router(module: nn.Module) -> bool:
     """True for what chooses experts for rows, whose code was read."""
     return _name_of(type(module)) in ROUTERS and type(module).__name__.endswith("Router")
+
+
+def has_plain_router(module: nn.Module) -> bool:
+    """The same, whatever logits it tells."""
+    is_router = _name_of(type(module)) in ROUTERS_TELLING_FLOATS and type(module).__name__.endswith("Router")
+    return is_router or has_read_router(module)
+
+
+def has_grouped_router(module: nn.Module) -> bool:
+    """True for what chooses experts for rows by groups of them, whose code was read."""
+    return _name_of(type(module)) in GROUPED_ROUTERS and type(module).__name__.endswith("TopkRouter")
 
 
 def rounds_shares(router: nn.Module) -> bool:

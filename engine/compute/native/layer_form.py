@@ -29,7 +29,7 @@ LAYER_INPUT: dict[str, type[nn.Module]] = {
     "per_layer_projection": NativeLinear,
     "post_per_layer_input_norm": NativeNorm,
 }
-_BESIDE: dict[str, type[nn.Module]] = {
+BESIDE: dict[str, type[nn.Module]] = {
     "router": NativeScaledRouter,
     "experts": NativeExperts,
     "pre_feedforward_layernorm_2": NativeNorm,
@@ -128,7 +128,7 @@ def _norm_names(layer: nn.Module) -> NormNames | None:
     Dropout does nothing where nobody trains.
     """
     parts = {name: type(part) for name, part in layer.named_children() if type(part) is not nn.Dropout}
-    for more in (LAYER_INPUT, _BESIDE):
+    for more in (LAYER_INPUT, BESIDE):
         if more.items() <= parts.items():
             parts = {name: part for name, part in parts.items() if name not in more}
     for names in NORM_NAMES:

@@ -13,12 +13,14 @@ import pytest
 from engine.compute.native.families import (
     EXPERTS,
     FAMILIES,
+    GROUPED_ROUTERS,
     LIMITED_EXPERTS,
     MIXTURES,
     NORM_NAMES,
     PROJECTIONS,
     READ,
     ROUTERS,
+    ROUTERS_TELLING_FLOATS,
     UNGATED_EXPERTS,
     NormNames,
 )
@@ -558,7 +560,7 @@ EXPERTS_WITHOUT_GATES = [
 ]
 
 
-@pytest.mark.parametrize("family", sorted(ROUTERS))
+@pytest.mark.parametrize("family", sorted(ROUTERS | ROUTERS_TELLING_FLOATS))
 def test_routers_are_what_was_read(family: str) -> None:
     assert only(code_of(family), "Router").splitlines() == ROUTERS_READ.get(family, ROUTER)
 
@@ -642,8 +644,20 @@ MIXTRALS_ROUTER = [
 
 
 # A softmax over those chosen is one over all, normed.
+GRANITES_ROUTER = [
+    "router_logits = F.linear(hidden_states, self.weight).float()",
+    "top_k_logits, top_k_index = router_logits.topk(self.top_k, dim=-1)",
+    "top_k_weights = torch.softmax(top_k_logits, dim=-1).type_as(hidden_states)",
+    "return (router_logits, top_k_weights, top_k_index)",
+]
 ROUTERS_READ = {
     "mixtral": MIXTRALS_ROUTER,
+    "minimax": MIXTRALS_ROUTER,
+    "qwen3_5_moe": [*ROUTER[:4], ROUTER[5].strip(), *ROUTER[6:]],
+    "granitemoe": GRANITES_ROUTER,
+    "granitemoe_swa": GRANITES_ROUTER,
+    "granitemoehybrid": GRANITES_ROUTER,
+    "granitemoeshared": GRANITES_ROUTER,
     "gpt_oss": [
         "router_logits = F.linear(hidden_states, self.weight, self.bias)",
         "router_top_value, router_indices = torch.topk(router_logits, self.top_k, dim=-1)",
@@ -651,6 +665,34 @@ ROUTERS_READ = {
         ROUTER[-1],
     ],
 }
+
+
+@pytest.mark.parametrize("family", sorted(GROUPED_ROUTERS))
+def test_routers_by_groups_are_what_was_read(family: str) -> None:
+    assert only(code_of(family), "TopkRouter").splitlines() == GROUPED_ROUTER
+
+
+GROUPED_ROUTER = [
+    "hidden_states = hidden_states.view(-1, self.hidden_dim)",
+    "router_logits = F.linear(hidden_states.type(torch.float32), self.weight.type(torch.float32))",
+    "scores = router_logits.sigmoid()",
+    "scores_for_choice = scores + self.e_score_correction_bias",
+    "group_scores = scores_for_choice.view(-1, self.num_group, self.num_experts // self.num_group)"
+    ".topk(2, dim=-1)[0].sum(dim=-1)",
+    "group_idx = torch.topk(group_scores, k=self.topk_group, dim=-1, sorted=False)[1]",
+    "group_mask = torch.zeros_like(group_scores)",
+    "group_mask.scatter_(1, group_idx, 1)",
+    "score_mask = group_mask.unsqueeze(-1)"
+    ".expand(-1, self.num_group, self.num_experts // self.num_group).reshape(-1, self.num_experts)",
+    "scores_for_choice = scores_for_choice.masked_fill(~score_mask.bool(), float('-inf'))",
+    "topk_indices = torch.topk(scores_for_choice, k=self.top_k, dim=-1, sorted=False)[1]",
+    "topk_weights = scores.gather(1, topk_indices)",
+    "if self.norm_topk_prob:",
+    "    denominator = topk_weights.sum(dim=-1, keepdim=True) + 1e-20",
+    "    topk_weights /= denominator",
+    "topk_weights = topk_weights * self.routed_scaling_factor",
+    "return (router_logits, topk_weights, topk_indices)",
+]
 
 
 @pytest.mark.parametrize("family", sorted(LIMITED_EXPERTS))

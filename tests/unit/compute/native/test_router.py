@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers import MiniMaxConfig, MixtralConfig, OlmoeConfig, Qwen3_5MoeTextConfig, Qwen3MoeConfig
 from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeTopKRouter
+from transformers.models.minimax.modeling_minimax import MiniMaxTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from engine.compute.native.observation import Observation, Seen
@@ -37,6 +39,8 @@ ORIGINALS = {
     "qwen3": lambda: router(
         Qwen3MoeTopKRouter, Qwen3MoeConfig(hidden_size=HIDDEN, num_experts=64, norm_topk_prob=True)
     ),
+    "qwen3.5": lambda: router(Qwen3_5MoeTopKRouter, Qwen3_5MoeTextConfig(hidden_size=HIDDEN, num_experts=64)),
+    "minimax": lambda: router(MiniMaxTopKRouter, MiniMaxConfig(hidden_size=HIDDEN, num_local_experts=32)),
     "not normed": lambda: router(
         OlmoeTopKRouter, OlmoeConfig(hidden_size=HIDDEN, num_experts=40, norm_topk_prob=False)
     ),
