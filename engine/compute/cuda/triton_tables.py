@@ -11,7 +11,15 @@ import torch
 
 from engine.compute.attention.tree_mask import TreeMask, tree_masks
 from engine.compute.cuda.device_ints import DeviceInts
-from engine.compute.cuda.triton_work import HeadShape, StepLengths, Work, Workforce, cut_work, max_items
+from engine.compute.cuda.triton_work import (
+    HeadShape,
+    StepLengths,
+    Work,
+    Workforce,
+    cut_work,
+    max_items,
+    max_partials,
+)
 from engine.plan.step_records import Int32, StepInputs
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
@@ -90,7 +98,10 @@ class StepTables:
         for number, shape in enumerate(shapes):
             kinds = self._workforce.kinds
             items = tuple(self.arrays[f"{number}.{kind.name}"] for kind in kinds)
-            num_partials = sum(len(rows) * kind.queries for rows, kind in zip(items, kinds, strict=True))
+            num_partials = sum(
+                max_partials(kind, len(rows), shape, self._workforce.processors)
+                for rows, kind in zip(items, kinds, strict=True)
+            )
             self._works[shape] = DeviceWork(items, self.arrays[f"{number}.merges"], num_partials)
 
     def fill(self, inputs: StepInputs, others: Mapping[str, Int32] = MappingProxyType({})) -> None:
@@ -108,8 +119,11 @@ class StepTables:
         if self._bucket is None:
             self.longest_tree = int(inputs.query_lens[has_tree].max(initial=0))
             self.arrays = DeviceInts({name: array.shape for name, array in arrays.items()}, self._device)
-        for number, shape in enumerate(self._works):
-            arrays |= self._arrays_of(cut_work(self._lengths, shape, self._workforce), number)
+        for number, (shape, room) in enumerate(self._works.items()):
+            work = cut_work(self._lengths, shape, self._workforce)
+            if work.num_partials > room.num_partials:
+                raise ValueError(f"{work.num_partials} partial rows, there is room for {room.num_partials}")
+            arrays |= self._arrays_of(work, number)
         self.arrays.put(arrays)
 
     def clear(self) -> None:

@@ -216,6 +216,18 @@ def max_items(kind: TileKind, max_sequences: int, max_tokens: int, shape: HeadSh
     return 2 * tiles + -(-processors * kind.programs // kind.programs_of_an_item(shape))
 
 
+def max_partials(kind: TileKind, num_items: int, shape: HeadShape, processors: int) -> int:
+    """At least as many partial rows as up to `num_items` items of a kind can have.
+
+    A tile's keys are cut where they fill more than one run. Where they begin at 0 it has at most twice as
+    many runs as it fills, and all tiles fill no more than there are programs wanted. Behind a window any tile
+    may lie across a border.
+    """
+    if shape.reach is None:
+        num_items = min(num_items, 2 * -(-processors * kind.programs // kind.programs_of_an_item(shape)))
+    return num_items * kind.queries
+
+
 def _count_up(counts: Indices) -> Indices:
     """0, 1, … for each of `counts` in turn: [sum of counts]."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
