@@ -14,6 +14,8 @@ import torch
 from engine.compute.attention import AttentionContext, LayerCall, ReferenceAttention
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.runner.scratch_pass import forward_of
+from engine.compute.runner.self_check import packed_sample
 from tests.support.attention_cases import OVER_BYTES, assert_close, decodes, matrix, mixed
 from tests.support.attention_noise import (
     DRAFTS,
@@ -25,6 +27,7 @@ from tests.support.attention_noise import (
     scattered_step,
 )
 from tests.support.packed import load_tiny, packed_forward, random_schedule, random_tokens, run_schedule
+from tests.support.recurrent_classes import loaded_from, model_of
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
@@ -44,6 +47,7 @@ pytestmark = [
 ]
 
 CPU = torch.device("cpu")
+LATENT = LayerKv(1, 20, 16, value_in_key=True)
 SHARED_MEMORY = 200_000
 
 
@@ -184,9 +188,25 @@ def test_a_sick_sequence_is_sick_alone() -> None:
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
-@pytest.mark.parametrize("layer", [LayerKv(1, 16, 16), LayerKv(1, 16, 12, window=20)])
+@pytest.mark.parametrize("layer", [LayerKv(1, 16, 16), LayerKv(1, 16, 12, window=20), LATENT])
 def test_what_is_not_finite_shows_in_no_token_that_does_not_see_it(number: float, layer: LayerKv) -> None:
     check_what_shows(Noise(DRAFTS, layer, heads_of_each=1), backend(), CPU, number, every=3)
+
+
+@each_kind
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_of_latent_rows_in_bytes_too(number: float, kept: torch.dtype) -> None:
+    check_what_shows(Noise(DRAFTS, LATENT, heads_of_each=1), backend(), CPU, number, every=3, kept=kept)
+
+
+def test_a_latent_row_is_stored_once() -> None:
+    layer = LayerKv(1, 40, 32, value_in_key=True)
+    inputs, num_blocks = scattered_step([Chunk(5, 40), Chunk(30), Chunk(0, 3)], 16)
+    ours, theirs = (KvTensors((layer,), num_blocks, 16, torch.bfloat16, CPU) for _ in range(2))
+    key = torch.randn(len(inputs.token_ids), 1, 40, dtype=torch.bfloat16)
+    for kv, attention in ((ours, backend()), (theirs, ReferenceAttention())):
+        attention.plan(inputs, kv).write(0, key, key[..., :32])
+    assert len(ours.tensors) == 1 and torch.equal(ours.tensors[0], theirs.tensors[0])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -203,6 +223,18 @@ def test_a_whole_model(family: str) -> None:
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["DeepseekV2", "DeepseekV3", "Glm4MoeLite", "MiniCPM3", "KimiLinear"])
+def test_a_whole_model_of_latent_rows(name: str) -> None:
+    loaded = loaded_from(model_of(name))
+    assert any(layer.value_in_key for layer in loaded.layers)
+    logits = []
+    for attention in (backend(), ReferenceAttention()):
+        forward = forward_of(loaded)
+        forward.backend = attention
+        logits.append(packed_sample(forward))
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+
+
 def test_equal_steps_give_equal_bits() -> None:
     noise = Noise(mixed(4), dtype=torch.float16)
     first, second = (attend(noise, backend(16), CPU, noise.dtype) for _ in range(2))
@@ -213,6 +245,7 @@ TREES = [Chunk(9, 7), random_tree(np.random.default_rng(0), 200, 30)]
 PROMPTS = [Chunk(20, 70), Chunk(3), Chunk(0, 7)]
 
 
+@pytest.mark.parametrize("layer", [LayerKv(1, 16, 16), LATENT], ids=["plain", "latent"])
 @pytest.mark.parametrize(
     ("bucket", "last"),
     [
@@ -221,9 +254,9 @@ PROMPTS = [Chunk(20, 70), Chunk(3), Chunk(0, 7)]
     ],
     ids=["drafts", "prompts"],
 )
-def test_a_bucket_is_refilled_in_place(bucket: Bucket, last: list[Chunk]) -> None:
+def test_a_bucket_is_refilled_in_place(bucket: Bucket, last: list[Chunk], layer: LayerKv) -> None:
     """What a recorded launch would read stays where it is, and holds each next step."""
-    layer, shape = LayerKv(1, 16, 16), HeadShape(2, 1, None)
+    shape = HeadShape(2, 1, None)
     attention = backend(16)
     kv = KvTensors((layer,), 64, 16, torch.float32, CPU)
     tables = StepTables(CPU, attention.workforce(kv), bucket)
@@ -236,7 +269,8 @@ def test_a_bucket_is_refilled_in_place(bucket: Bucket, last: list[Chunk]) -> Non
         for tensor in kv.tensors:
             tensor.normal_()
         before = [tensor.clone() for tensor in kv.tensors]
-        query, key, value = torch.randn(80, 2, 16), torch.randn(80, 1, 16), torch.randn(80, 1, 16)
+        query, key = torch.randn(80, 2, layer.key_dim), torch.randn(80, 1, layer.key_dim)
+        value = key[..., :16]
         tables.fill(inputs)
         step.write(0, key, value)
         ours = step.attend(query, LayerCall(0, 0.3))[:num_tokens]

@@ -17,6 +17,7 @@ OVER_BYTES = (
     *("a tree beyond a tile", "a tree beyond a tile, window", "a tree beyond a tile, chunks"),
     *("window 17", "chunks of 7", "blocks of 1", "blocks of 5", "blocks of 64", "9 heads of each"),
     *("dims 80 and 80", "dims 128 and 128", "dims 24 and 8", "bfloat16", "float16"),
+    *("latent rows", "latent rows, 20 heads in bfloat16", "latent rows, a tree beyond a tile"),
 )
 
 
@@ -82,7 +83,19 @@ def matrix(scale: int) -> dict[str, Noise]:
         found[f"dims {key_dim} and {value_dim}"] = replace(plain, layer=layer, heads_of_each=4)
     for dtype in (torch.bfloat16, torch.float16):
         found[str(dtype).removeprefix("torch.")] = replace(plain, dtype=dtype)
-    return found
+    latent, wide = (LayerKv(1, dim + dim // 8, dim, value_in_key=True) for dim in (32, 512))
+    far = Noise([Chunk(70 * scale), Chunk(0, 9), Chunk(20, 60)], wide, 16, dtype=torch.bfloat16)
+    return found | {
+        "latent rows": replace(plain, layer=latent, heads_of_each=5),
+        "latent rows, decodes": Noise(decodes(scale), latent, 40),
+        "latent rows, 20 heads in bfloat16": replace(
+            plain, layer=latent, heads_of_each=20, dtype=torch.bfloat16
+        ),
+        "latent rows, a tree beyond a tile": replace(
+            found["a tree beyond a tile"], layer=latent, heads_of_each=17
+        ),
+        "latent rows as wide as DeepSeek's": far,
+    }
 
 
 def assert_close(ours: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:

@@ -114,15 +114,20 @@ def attend(
 
 
 def check_what_shows(
-    noise: Noise, backend: AttentionBackend, device: torch.device, number: float, every: int = 1
+    noise: Noise,
+    backend: AttentionBackend,
+    device: torch.device,
+    number: float,
+    every: int = 1,
+    kept: torch.dtype | None = None,
 ) -> None:
     """A token with this `number`, which is not finite, shows in those that see it, and in no other's bits.
 
     Asked of `every` so many tokens.
     """
-    sound = attend(noise, backend, device, noise.dtype)
+    sound = attend(noise, backend, device, noise.dtype, kept=kept)
     for token in range(0, len(sound), every):
-        found = attend(noise, backend, device, noise.dtype, wrong={token: number})
+        found = attend(noise, backend, device, noise.dtype, kept=kept, wrong={token: number})
         sick = seers(noise.chunks, token, noise.layer.reach)
         assert [row for row, numbers in enumerate(found) if not numbers.isfinite().any()] == sick
         sound_rows = [row for row in range(len(sound)) if row not in sick]

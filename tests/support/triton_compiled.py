@@ -43,7 +43,6 @@ from engine.compute.cuda.layer_kernels import (
     norm_heads_kernel,
     norm_kernel,
     rotate_kernel,
-    store_kernel,
 )
 from engine.compute.cuda.row_products import row_product_kernel
 from engine.compute.cuda.state_chunks import (
@@ -64,6 +63,7 @@ from engine.compute.cuda.triton_border import digit_kernel, survey_kernel, tie_k
 from engine.compute.cuda.triton_draw import score_kernel
 from engine.compute.cuda.triton_filter import kept_score_kernel, pick_kernel
 from engine.compute.cuda.triton_kernels import attend_kernel, merge_kernel
+from engine.compute.cuda.triton_pages import store_kernel
 from engine.compute.cuda.triton_tile import TritonTile
 from engine.compute.cuda.triton_work import Workforce
 from engine.compute.loading.coded_weights import CodedWeight, CodeKind, InputRounding
@@ -93,6 +93,7 @@ class Model(NamedTuple):
     has_cap: bool = False
     has_sinks: bool = False
     pages: str = "plain"
+    rest: int = 0  # of a key behind its value, which is in it
 
 
 MODELS = (
@@ -112,6 +113,10 @@ MODELS = (
             *((512, 8, "bf16"), (128, 4, "fp32")),
         )
     ),
+    # Latent rows of DeepSeek-V2-Lite, Kimi-Linear, GLM-4.7-Flash and MiniCPM3.
+    *(Model(512, group, pages=pages, rest=64) for group in (16, 32) for pages in ("plain", "int8", "fp8")),
+    Model(512, 20, rest=64),
+    Model(256, 40, rest=32),
 )
 
 
@@ -126,14 +131,15 @@ def tiles(capability: int) -> Iterator[tuple[str, TritonTile, int]]:
         if model.pages not in kinds_of_pages(capability):
             continue
         itemsize = ITEM_BYTES[model.dtype]
+        is_latent = model.rest > 0
         for kind in Workforce.of(132, itemsize).kinds:
             tile = TritonTile(
                 kind.queries,
                 kind.heads(model.group),
                 kind.keys_at_once(has_trees=kind.expects_trees, in_bytes=model.pages != "plain"),
                 model.group,
-                num_kv_heads=8,
-                key_dim=model.dim,
+                num_kv_heads=1 if is_latent else 8,
+                key_dim=model.dim + model.rest,
                 value_dim=model.dim,
                 block_size=16,
                 has_cap=model.has_cap,
@@ -142,8 +148,10 @@ def tiles(capability: int) -> Iterator[tuple[str, TritonTile, int]]:
                 has_sinks=model.has_sinks,
                 most_stages=kind.stages,
                 pages=model.pages,
+                value_in_key=is_latent,
             ).fitted(itemsize, SHARED_MEMORY[capability])
-            yield f"{kind.name} {model.dim}x{model.group} {model.pages} {model.dtype}", tile, itemsize
+            dims = f"{tile.key_dim} in " * is_latent + f"{model.dim}x{model.group}"
+            yield f"{kind.name} {dims} {model.pages} {model.dtype}", tile, itemsize
 
 
 def compile_kernel(
@@ -377,7 +385,7 @@ MIXTURES = (
     (ExpertShape(128, 2688, 1856, activation=Activation.RELU_SQUARED, is_gated=False), 6, "bf16", (1, 4096)),
 )
 # Of Qwen3-Next, of Gemma 4, whose experts' shares have scales, and of DeepSeek-V3 and GLM 4.7.
-CHOICES = (
+CHOICES: tuple[tuple[Choice, str, str, dict[str, bool]], ...] = (
     (Choice(512, 10), "bf16", "bf16", {}),
     (Choice(128, 8), "bf16", "fp32", {"HAS_SCALES": True}),
     (Choice(256, 8, True, True, 8, 4, 1e-20, 2.5), "fp32", "fp32", {"HAS_BIASES": True}),
@@ -558,7 +566,10 @@ def main() -> int:
         dims = dict.fromkeys(("KEY_DIM", "VALUE_DIM", "PADDED_KEY_DIM", "PADDED_VALUE_DIM"), 128)
         for pages in kinds_of_pages(capability):
             store = {"NUM_KV_HEADS": 8, "BLOCK_SIZE": 16, "HEADS": 8, "PAGES": pages, **dims}
-            print(capability, f"store {pages}:", *compile_kernel(store_kernel, "bf16", store, capability))
+            latent = {"KEY_DIM": 576, "VALUE_DIM": 512, "PADDED_KEY_DIM": 1024, "PADDED_VALUE_DIM": 512}
+            for what in (store, store | latent | {"NUM_KV_HEADS": 1, "HEADS": 1}):
+                what["VALUE_IN_KEY"] = what["KEY_DIM"] != what["VALUE_DIM"]
+                print(capability, f"store {pages}:", *compile_kernel(store_kernel, "bf16", what, capability))
         print(capability, "draw:", *compile_kernel(score_kernel, "bf16", {"CHUNK": 1024}, capability))
         for kernel, constants in (*FILTER, *LAYERS):
             if _pages(constants) not in kinds_of_pages(capability):

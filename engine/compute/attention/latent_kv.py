@@ -54,12 +54,11 @@ class LatentKv:
 def keep_latents(model: PreTrainedModel, names: Collection[str]) -> None:
     """Have every such layer of `model` store its latent row where it attends with one of `names`.
 
-    On CUDA, and where its projection is stored in few bits, a layer stores what it expands to, as before.
+    Where its projection is stored in few bits, and in float32 on CUDA, whose products of three parts outgrow
+    a kernel's registers, a layer stores what it expands to.
     """
-    if any(parameter.is_cuda for parameter in model.parameters()):
-        return
     for layer in model.modules():
-        if hasattr(type(layer), "expand_kv") and not hasattr(layer, _NAME) and _is_plain(layer):
+        if hasattr(type(layer), "expand_kv") and not hasattr(layer, _NAME) and _has_kernels(layer):
             layer.expand_kv = latent = LatentKv(layer, names)
             setattr(layer, _NAME, latent)
 
@@ -67,10 +66,10 @@ def keep_latents(model: PreTrainedModel, names: Collection[str]) -> None:
 def leave_latents(model: nn.Module, like: nn.Module) -> None:
     """Have `keep_latents` pass over those layers of `model` that it passes over in `like`, of the same class.
 
-    A model without weights does not show whose are stored in few bits.
+    A model without weights does not show whose are stored in few bits, nor where.
     """
     for name, layer in like.named_modules():
-        if hasattr(type(layer), "expand_kv") and not _is_plain(layer):
+        if hasattr(type(layer), "expand_kv") and not _has_kernels(layer):
             setattr(model.get_submodule(name), _NAME, None)
 
 
@@ -80,5 +79,8 @@ def latent_of(layer: nn.Module) -> LatentKv | None:
     return found
 
 
-def _is_plain(layer: Any) -> bool:
-    return type(layer.kv_b_proj) is nn.Linear and layer.kv_b_proj.bias is None
+def _has_kernels(layer: Any) -> bool:
+    projection = layer.kv_b_proj
+    if type(projection) is not nn.Linear or projection.bias is not None:
+        return False
+    return not (projection.weight.is_cuda and projection.weight.dtype is torch.float32)

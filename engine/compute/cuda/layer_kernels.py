@@ -13,6 +13,7 @@ from engine.compute.cuda.triton_activations import activated
 from engine.compute.cuda.triton_pages import (
     as_bytes,
     inverse_of,
+    is_sick,
     largest_of,
     row_start,
     scale_of,
@@ -131,16 +132,6 @@ def gate_kernel(
     up = tl.load(ups + row * UPS_APART + FIRST_UP + columns, mask=mask, other=0.0).to(tl.float32)
     result = activated(gate, 1.0, ACTIVATION) * up
     tl.store(gated + row * WIDTH + columns, result.to(gated.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _is_sick(largest):
-    """Whether one of the numbers whose `largest_of` it is is not finite.
-
-    A value that has one is kept as zeros, and its key as NaN: so it shows in the tokens that see it, and in
-    no other, where a weight of nothing times NaN would be NaN. A refused draft must change nothing.
-    """
-    return largest != largest
 
 
 @triton.jit
@@ -299,116 +290,14 @@ def rotate_kernel(
         value = source + tl.where(is_key, NUM_KV_HEADS * DIM, 0)
         value_low = tl.load(value, mask=mask, other=0.0).to(tl.float32)
         value_high = tl.load(value + HALF, mask=mask, other=0.0).to(tl.float32)
-        is_sick = _is_sick(largest_of(value_low, 0) + largest_of(value_high, 0))
+        sick = is_sick(largest_of(value_low, 0) + largest_of(value_high, 0))
         instead = tl.where(is_key, float("nan"), 0.0)
-        low, high = tl.where(is_sick, instead, low), tl.where(is_sick, instead, high)
+        low, high = tl.where(sick, instead, low), tl.where(sick, instead, high)
         kv_head = (head - NUM_HEADS) % KV_HEADS
         place = (slot // BLOCK_SIZE) * NUM_KV_HEADS + kv_head, slot % BLOCK_SIZE
         # Rounded first: a layer that is not fused stores the same bytes.
         halves = low.to(query.dtype.element_ty), high.to(query.dtype.element_ty)
         _store_halves(pages, place, halves, DIM, BLOCK_SIZE, PAGES)
-
-
-@triton.jit
-def _store_token(
-    new,
-    token_stride,
-    head_stride,
-    tensor,
-    token,
-    slot,
-    is_sick,
-    instead,
-    NUM_KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAGES: tl.constexpr,
-):
-    """One token's rows [heads, DIM] to where `slot` is in [blocks, heads, BLOCK_SIZE, DIM].
-
-    Those of heads that `is_sick` [HEADS] have the number `instead`.
-    """
-    heads, dims = tl.arange(0, HEADS), tl.arange(0, PADDED)[None, :]
-    is_head = heads < NUM_KV_HEADS
-    mask = is_head[:, None] & (dims < DIM)
-    sources = new + token * token_stride + heads.to(tl.int64)[:, None] * head_stride + dims
-    head, offset = (slot // BLOCK_SIZE) * NUM_KV_HEADS + heads, slot % BLOCK_SIZE
-    targets = tensor + row_start(head, offset, DIM, BLOCK_SIZE, PAGES)[:, None] + dims
-    rows = tl.load(sources, mask=mask, other=0.0)
-    rows = tl.where(is_sick[:, None], instead, rows).to(rows.dtype)
-    if PAGES == "plain":
-        tl.store(targets, rows, mask=mask)
-    else:
-        rows = rows.to(tl.float32)
-        largest = largest_of(rows, 1)
-        tl.store(targets, as_bytes(rows, inverse_of(largest, PAGES)[:, None], PAGES), mask=mask)
-        scales = scale_pointers(tensor, head, offset, DIM, BLOCK_SIZE)
-        tl.store(scales, scale_of(largest, PAGES), mask=is_head)
-
-
-@triton.jit
-def store_kernel(
-    key,
-    value,
-    keys,
-    values,
-    slots,
-    key_token_stride,
-    key_head_stride,
-    value_token_stride,
-    value_head_stride,
-    NUM_KV_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PADDED_KEY_DIM: tl.constexpr,
-    PADDED_VALUE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAGES: tl.constexpr,
-):
-    """Store the key and value of every head of one token; grid (tokens). Slot -1 is no token."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token).to(tl.int64)
-    if slot < 0:
-        return
-    heads, dims = tl.arange(0, HEADS)[:, None], tl.arange(0, PADDED_VALUE_DIM)[None, :]
-    sources = value + token * value_token_stride + heads.to(tl.int64) * value_head_stride + dims
-    mask = (heads < NUM_KV_HEADS) & (dims < VALUE_DIM)
-    is_sick = _is_sick(largest_of(tl.load(sources, mask=mask, other=0.0).to(tl.float32), 1))
-    _store_token(
-        key,
-        key_token_stride,
-        key_head_stride,
-        keys,
-        token,
-        slot,
-        is_sick,
-        float("nan"),
-        NUM_KV_HEADS,
-        KEY_DIM,
-        PADDED_KEY_DIM,
-        BLOCK_SIZE,
-        HEADS,
-        PAGES,
-    )
-    _store_token(
-        value,
-        value_token_stride,
-        value_head_stride,
-        values,
-        token,
-        slot,
-        is_sick,
-        0.0,
-        NUM_KV_HEADS,
-        VALUE_DIM,
-        PADDED_VALUE_DIM,
-        BLOCK_SIZE,
-        HEADS,
-        PAGES,
-    )
 
 
 @triton.jit

@@ -16,9 +16,9 @@ from engine.compute.attention.context import HeadNorms, HeadTurns
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.cuda.fused_norms import norm_heads
-from engine.compute.cuda.layer_kernels import rotate_kernel, store_kernel
+from engine.compute.cuda.layer_kernels import rotate_kernel
 from engine.compute.cuda.triton_kernels import attend_kernel, merge_kernel
-from engine.compute.cuda.triton_pages import pages_of
+from engine.compute.cuda.triton_pages import pages_of, store_kernel
 from engine.compute.cuda.triton_tables import StepTables
 from engine.compute.cuda.triton_tile import TritonTile, padded
 from engine.compute.cuda.triton_work import HeadShape, TileKind, Workforce
@@ -92,6 +92,7 @@ class TritonStep:
             PADDED_KEY_DIM=padded(shape.key_dim),
             PADDED_VALUE_DIM=padded(shape.value_dim),
             BLOCK_SIZE=self._kv.block_size,
+            VALUE_IN_KEY=shape.value_in_key,
             HEADS=1 << (shape.num_kv_heads - 1).bit_length(),
             PAGES=self._pages,
         )
@@ -233,6 +234,7 @@ class TritonStep:
             has_trees=has_trees,
             most_stages=kind.stages,
             pages=self._pages,
+            value_in_key=layer.value_in_key,
         )
         return tile.fitted(self._kv.compute_dtype.itemsize, self._gpu.shared_memory)
 

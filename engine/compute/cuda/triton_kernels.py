@@ -27,24 +27,36 @@ def _load_rows(
     slots,
     wanted,
     DIM: tl.constexpr,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
     PADDED: tl.constexpr,
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The rows in `slots`, counted through all heads: [rows, PADDED], zeros where one is not wanted."""
+    """Of the rows in `slots`, counted through all heads, COUNT numbers of DIM from FIRST on: [rows, PADDED].
+
+    Zeros where one is not wanted.
+    """
     dims = tl.arange(0, PADDED)[None, :]
     if TILE.pages == "plain":
-        pointers = tensor + slots[:, None] * DIM + dims
+        pointers = tensor + slots[:, None] * DIM + FIRST + dims
     else:
-        pointers = tensor + (slots * DIM + scales_before(head, TILE.block_size))[:, None] + dims
+        pointers = tensor + (slots * DIM + scales_before(head, TILE.block_size))[:, None] + FIRST + dims
     if MASKED:
         mask = wanted[:, None]
-        if DIM != PADDED:
-            mask = mask & (dims < DIM)
+        if COUNT != PADDED:
+            mask = mask & (dims < COUNT)
         return tl.load(pointers, mask=mask, other=0.0)
-    if DIM != PADDED:
-        return tl.load(pointers, mask=dims < DIM, other=0.0)
+    if COUNT != PADDED:
+        return tl.load(pointers, mask=dims < COUNT, other=0.0)
     return tl.load(pointers)
+
+
+@triton.jit
+def _load_query(rows, is_row, FIRST: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr):
+    """COUNT numbers of each query from FIRST on: [rows, PADDED]."""
+    dims = tl.arange(0, PADDED)[None, :]
+    return tl.load(rows[:, None] + FIRST + dims, mask=is_row[:, None] & (dims < COUNT), other=0.0)
 
 
 @triton.jit
@@ -118,8 +130,9 @@ def _sweep(
 ):
     """Take the keys [first, stop) into the running (sum of values, highest score, weight) of each row.
 
-    With MASKED, keys outside `readable` are not even loaded: what lies there may be no number. A row's scale
-    is taken to its score, or to its weight: there it is one product for all of the row's numbers. Weights of
+    `query` is the rows' queries twice, or with values in keys what meets these and what meets the rest. With
+    MASKED, keys outside `readable` are not even loaded: what lies there may be no number. A row's scale is
+    taken to its score, or to its weight: there it is one product for all of the row's numbers. Weights of
     values in bytes are bfloat16 where others are of 16 bits: scaled ones may be too small for float16.
     """
     total, highest, weight = state
@@ -130,7 +143,12 @@ def _sweep(
     STAGES: tl.constexpr = 1 if MASKED and TILE.has_trees else None
     PAGES: tl.constexpr = TILE.pages
     IN_BYTES: tl.constexpr = PAGES != "plain"
-    VALUE_TYPE: tl.constexpr = tl.float32 if query.dtype == tl.float32 else tl.bfloat16
+    leading, rest = query
+    KIND: tl.constexpr = leading.dtype
+    VALUE_TYPE: tl.constexpr = tl.float32 if leading.dtype == tl.float32 else tl.bfloat16
+    KEY_DIM: tl.constexpr = TILE.key_dim
+    VALUE_DIM: tl.constexpr = TILE.value_dim
+    COLUMNS: tl.constexpr = TILE.padded_value_dim
     for start in tl.range(first, stop, TILE.keys, num_stages=STAGES):
         key = start + tl.arange(0, TILE.keys)
         wanted = (key >= readable_first) & (key < readable_stop)
@@ -140,11 +158,24 @@ def _sweep(
             block = tl.load(table + key // TILE.block_size)
         head, offset = block.to(tl.int64) * TILE.num_kv_heads + kv_head, key % TILE.block_size
         slots = head * TILE.block_size + offset
-        key_rows = _load_rows(keys, head, slots, wanted, TILE.key_dim, TILE.padded_key_dim, TILE, MASKED)
-        key_tile = as_numbers(key_rows, query.dtype, PAGES)
-        scores = tl.dot(query, tl.trans(key_tile), input_precision="tf32x3") * scale
+        if TILE.value_in_key:
+            REST: tl.constexpr = KEY_DIM - VALUE_DIM
+            value_rows = _load_rows(keys, head, slots, wanted, KEY_DIM, 0, VALUE_DIM, COLUMNS, TILE, MASKED)
+            key_rows = _load_rows(
+                keys, head, slots, wanted, KEY_DIM, VALUE_DIM, REST, TILE.padded_rest_dim, TILE, MASKED
+            )
+            scores = tl.dot(leading, tl.trans(as_numbers(value_rows, KIND, PAGES)), input_precision="tf32x3")
+            key_tile = as_numbers(key_rows, KIND, PAGES)
+            scores = tl.dot(rest, tl.trans(key_tile), scores, input_precision="tf32x3") * scale
+        else:
+            key_rows = _load_rows(
+                keys, head, slots, wanted, KEY_DIM, 0, KEY_DIM, TILE.padded_key_dim, TILE, MASKED
+            )
+            key_tile = as_numbers(key_rows, KIND, PAGES)
+            scores = tl.dot(leading, tl.trans(key_tile), input_precision="tf32x3") * scale
         if IN_BYTES:
-            scores *= _load_scales(keys, head, offset, wanted, TILE.key_dim, TILE, MASKED)
+            key_scales = _load_scales(keys, head, offset, wanted, KEY_DIM, TILE, MASKED)
+            scores *= key_scales
         if TILE.has_cap:
             scores = cap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)  # the hyperbolic tangent
         if MASKED:
@@ -154,12 +185,17 @@ def _sweep(
         shrink = tl.exp2(highest - base)
         weights = tl.exp2(scores - base[:, None])
         weight = weight * shrink + tl.sum(weights, 1)
-        value_rows = _load_rows(
-            values, head, slots, wanted, TILE.value_dim, TILE.padded_value_dim, TILE, MASKED
-        )
+        if not TILE.value_in_key:
+            value_rows = _load_rows(
+                values, head, slots, wanted, VALUE_DIM, 0, VALUE_DIM, COLUMNS, TILE, MASKED
+            )
         value_tile = as_numbers(value_rows, VALUE_TYPE, PAGES)
         if IN_BYTES:
-            weights *= _load_scales(values, head, offset, wanted, TILE.value_dim, TILE, MASKED)
+            if TILE.value_in_key:  # of a sick row, whose values are zeros, the scale is NaN
+                value_scales = tl.where(key_scales == key_scales, key_scales, 0.0)
+            else:
+                value_scales = _load_scales(values, head, offset, wanted, VALUE_DIM, TILE, MASKED)
+            weights *= value_scales
         total = total * shrink[:, None]
         total = tl.dot(weights.to(value_tile.dtype), value_tile, total, input_precision="tf32x3")
         highest = new_highest
@@ -277,9 +313,15 @@ def attend_kernel(
     is_row = (in_tile < TILE.queries) & (place < query_len) & (in_group < TILE.group)
     token = (query_start + place).to(tl.int64)
     head = kv_head * TILE.group + in_group
-    dims = tl.arange(0, TILE.padded_key_dim)[None, :]
     query_rows = query + token * query_token_stride + head.to(tl.int64) * query_head_stride
-    query_tile = tl.load(query_rows[:, None] + dims, mask=is_row[:, None] & (dims < TILE.key_dim), other=0.0)
+    if TILE.value_in_key:
+        REST: tl.constexpr = TILE.key_dim - TILE.value_dim
+        leading = _load_query(query_rows, is_row, 0, TILE.value_dim, COLUMNS)
+        rest = _load_query(query_rows, is_row, TILE.value_dim, REST, TILE.padded_rest_dim)
+    else:
+        leading = _load_query(query_rows, is_row, 0, TILE.key_dim, TILE.padded_key_dim)
+        rest = leading
+    query_tile = (leading, rest)
 
     slot = context + place
     position = slot

@@ -1,4 +1,4 @@
-"""The device code of what pages hold, in Triton: where a row lies, how it is read, and how it is rounded.
+"""The device code of what pages hold, in Triton: where a row lies, how it is read, rounded and stored.
 
 PAGES says what KvRows keeps: "plain" numbers, or bytes, each "int8" or "fp8", with a float32 for each row
 that they are multiplied with, behind all rows of a head. A row's bytes follow from its own numbers alone.
@@ -87,3 +87,122 @@ def as_bytes(numbers, inverse, PAGES: tl.constexpr):
         return scaled.to(tl.float8e4nv).to(tl.int8, bitcast=True)
     whole = libdevice.rint(scaled) if _HAS_LIBDEVICE else scaled + WHOLE - WHOLE
     return whole.to(tl.int8)
+
+
+@triton.jit
+def is_sick(largest):
+    """Whether one of the numbers whose `largest_of` it is is not finite.
+
+    A value that has one is kept as zeros, and its key as NaN: so it shows in the tokens that see it, and in
+    no other, where a weight of nothing times NaN would be NaN. A refused draft must change nothing.
+    """
+    return largest != largest
+
+
+@triton.jit
+def _store_token(
+    new,
+    token_stride,
+    head_stride,
+    tensor,
+    token,
+    slot,
+    sick,
+    ZEROS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAGES: tl.constexpr,
+):
+    """One token's rows [heads, DIM] to where `slot` is in [blocks, heads, BLOCK_SIZE, DIM].
+
+    Those of heads that are `sick` [HEADS] have ZEROS zeros, and no numbers behind them.
+    """
+    heads, dims = tl.arange(0, HEADS), tl.arange(0, PADDED)[None, :]
+    is_head = heads < NUM_KV_HEADS
+    mask = is_head[:, None] & (dims < DIM)
+    sources = new + token * token_stride + heads.to(tl.int64)[:, None] * head_stride + dims
+    head, offset = (slot // BLOCK_SIZE) * NUM_KV_HEADS + heads, slot % BLOCK_SIZE
+    targets = tensor + row_start(head, offset, DIM, BLOCK_SIZE, PAGES)[:, None] + dims
+    rows = tl.load(sources, mask=mask, other=0.0)
+    instead = tl.where(dims < ZEROS, 0.0, float("nan"))
+    rows = tl.where(sick[:, None], instead, rows).to(rows.dtype)
+    if PAGES == "plain":
+        tl.store(targets, rows, mask=mask)
+    else:
+        rows = rows.to(tl.float32)
+        largest = largest_of(rows, 1)
+        tl.store(targets, as_bytes(rows, inverse_of(largest, PAGES)[:, None], PAGES), mask=mask)
+        scales = scale_pointers(tensor, head, offset, DIM, BLOCK_SIZE)
+        tl.store(scales, scale_of(largest, PAGES), mask=is_head)
+
+
+@triton.jit
+def store_kernel(
+    key,
+    value,
+    keys,
+    values,
+    slots,
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_KEY_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    VALUE_IN_KEY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAGES: tl.constexpr,
+):
+    """Store the key and value of every head of one token; grid (tokens). Slot -1 is no token.
+
+    With VALUE_IN_KEY the value is the first numbers of the key, which alone is stored.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot < 0:
+        return
+    heads, dims = tl.arange(0, HEADS)[:, None], tl.arange(0, PADDED_VALUE_DIM)[None, :]
+    sources = value + token * value_token_stride + heads.to(tl.int64) * value_head_stride + dims
+    mask = (heads < NUM_KV_HEADS) & (dims < VALUE_DIM)
+    sick = is_sick(largest_of(tl.load(sources, mask=mask, other=0.0).to(tl.float32), 1))
+    ZEROS: tl.constexpr = VALUE_DIM if VALUE_IN_KEY else 0
+    _store_token(
+        key,
+        key_token_stride,
+        key_head_stride,
+        keys,
+        token,
+        slot,
+        sick,
+        ZEROS,
+        NUM_KV_HEADS,
+        KEY_DIM,
+        PADDED_KEY_DIM,
+        BLOCK_SIZE,
+        HEADS,
+        PAGES,
+    )
+    if not VALUE_IN_KEY:
+        _store_token(
+            value,
+            value_token_stride,
+            value_head_stride,
+            values,
+            token,
+            slot,
+            sick,
+            VALUE_DIM,
+            NUM_KV_HEADS,
+            VALUE_DIM,
+            PADDED_VALUE_DIM,
+            BLOCK_SIZE,
+            HEADS,
+            PAGES,
+        )

@@ -55,7 +55,9 @@ class RecurrentForward:
         expect_no_padding(loaded.model)
         self.loaded = loaded
         self._feature_layers = tuple(feature_layers)
-        self.backend = choose_backend(loaded.device, loaded.row_attention, kept=loaded.kept_kv)
+        self.backend = choose_backend(
+            loaded.device, loaded.row_attention, layers=loaded.layers, kept=loaded.kept_kv
+        )
         self._mixers = install_mixers(loaded.model)
         self._keeps_rows = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
 

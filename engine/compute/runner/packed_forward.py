@@ -48,7 +48,7 @@ class PackedForward:
         self.backend = choose_backend(
             loaded.device,
             loaded.row_attention,
-            biased=any(layer.biased for layer in loaded.layers),
+            layers=loaded.layers,
             kept=loaded.kept_kv,
         )
         base = loaded.model.base_model

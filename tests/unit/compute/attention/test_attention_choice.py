@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from engine.compute.attention import CpuAttention, ReferenceAttention, choice, choose_backend
+from engine.compute.attention.layer_kv import LayerKv
 
 CUDA = torch.device("cuda", 0)
+BIASED = [LayerKv(1, 16, 16, biased=True)]
 
 
 def refusal(caplog: pytest.LogCaptureFixture) -> str:
@@ -36,10 +38,10 @@ def test_other_devices_have_their_own() -> None:
 
 def test_a_bias_by_position_has_no_compiled_kernel(caplog: pytest.LogCaptureFixture) -> None:
     rows: Any = object()
-    on_cpu = choose_backend(torch.device("cpu"), rows, biased=True)
+    on_cpu = choose_backend(torch.device("cpu"), rows, layers=BIASED)
     assert isinstance(on_cpu, CpuAttention) and on_cpu._rows is None
     with caplog.at_level(logging.INFO, logger="slipstream"):
-        assert isinstance(choose_backend(CUDA, biased=True), ReferenceAttention)
+        assert isinstance(choose_backend(CUDA, layers=BIASED), ReferenceAttention)
     assert "ALiBi" in caplog.text
 
 

@@ -36,3 +36,28 @@ def test_only_wide_tiles_are_divided() -> None:
     wide = replace(PLAIN, key_dim=512, value_dim=512)
     tiles = (replace(PLAIN, key_dim=256, value_dim=256), wide, replace(wide, pages="int8"))
     assert [tile.fitted(2, H200).query_tiles for tile in tiles] == [1, 2, 4]
+
+
+@pytest.mark.parametrize("shared_memory", [H200, 166_912, 101_376])
+@pytest.mark.parametrize("pages", ["plain", "int8"])
+def test_latent_rows_leave_room_for_two_steps_on_every_gpu(shared_memory: int, pages: str) -> None:
+    """A value is read with its key, so that a step takes half of what they would take apart."""
+    for kind in Workforce.of(132, 2).kinds:
+        tile = replace(
+            PLAIN,
+            queries=kind.queries,
+            heads=kind.heads(20),
+            keys=kind.keys,
+            group=20,
+            num_kv_heads=1,
+            key_dim=576,
+            value_dim=512,
+            pages=pages,
+            has_trees=kind.expects_trees,
+            value_in_key=True,
+        )
+        fitted = tile.fitted(2, shared_memory)
+        assert fitted.stages(2, shared_memory) >= 2 and fitted.padded_rest_dim == 64
+        assert fitted.queries * fitted.query_tiles == kind.queries and fitted.rows * 512 <= 1 << 15
+        apart = replace(fitted, value_in_key=False)
+        assert apart.stages(2, shared_memory) <= fitted.stages(2, shared_memory)
