@@ -24,6 +24,7 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from engine.compute.cuda.fused_model import with_fused_layers  # noqa: E402
 from engine.compute.cuda.graphs.recorder import CudaRecorder  # noqa: E402
 from engine.compute.cuda.triton_attention import TritonAttention  # noqa: E402
 
@@ -49,13 +50,30 @@ def test_a_model_of_latent_rows_is_the_model(name: str) -> None:
     assert packed_difference(found, expected, loaded.dtype, has_blocks=False) is None
 
 
+@pytest.mark.parametrize("name", ["DeepseekV2", "DeepseekV3", "Glm4MoeLite", "MiniCPM3", "KimiLinear"])
+@torch.inference_mode()
+def test_a_model_of_fused_attentions_is_the_model(name: str) -> None:
+    loaded = load(name)
+    before = packed_sample(forward_of(loaded), block_size=BLOCK_SIZE)
+    fused = with_fused_layers(loaded, BLOCK_SIZE, lambda: pytest.fail("the kernels do not run"))
+    count = sum(layer.value_in_key for layer in loaded.layers)
+    assert f"latent attention of {count} fused" in fused.kernels_used
+    after = packed_sample(forward_of(fused), block_size=BLOCK_SIZE)
+    assert packed_difference(after, before, loaded.dtype, has_blocks=False) is None
+
+
 def test_numbers_of_full_precision_are_expanded() -> None:
     assert not any(layer.value_in_key for layer in load("DeepseekV3", torch.float32).layers)
 
 
 def test_steps_are_recorded_and_give_the_eager_tokens() -> None:
     eager, plain = (
-        ModelRunner(load("DeepseekV3"), NUM_SEQS * BLOCKS_EACH, BLOCK_SIZE, Sampler(512, CUDA))
+        ModelRunner(
+            with_fused_layers(load("DeepseekV3"), BLOCK_SIZE, lambda: pytest.fail("the kernels do not run")),
+            NUM_SEQS * BLOCKS_EACH,
+            BLOCK_SIZE,
+            Sampler(512, CUDA),
+        )
         for _ in range(2)
     )
     limits = GraphLimits(NUM_SEQS, BLOCKS_EACH, max_tokens=128)

@@ -37,6 +37,14 @@ from engine.compute.cuda.expert_kernels import (
     scaled_norm_kernel,
 )
 from engine.compute.cuda.expert_layout import Choice, ExpertShape, layout_for, step_of
+from engine.compute.cuda.latent_kernels import (
+    APART,
+    HALVES,
+    NEIGHBOURS,
+    NEIGHBOURS_TO_HALVES,
+    latent_kernel,
+    query_rest_kernel,
+)
 from engine.compute.cuda.layer_kernels import (
     gate_kernel,
     gated_norm_kernel,
@@ -167,9 +175,9 @@ def compile_kernel(
     `types` are those of arguments that have others than their names say.
     """
     named = {name: _type(name, dtype, constants) for name in kernel.arg_names}
-    if _pages(constants) != "plain":
-        named |= dict.fromkeys(("keys", "values"), "*i8")
     types = {name: (types or {}).get(name, kind) for name, kind in named.items()}
+    if _pages(constants) != "plain":
+        types |= {name: "*i8" for name in ("keys", "values", "pages") if name in types}
     aligned = [["tt.divisibility", 16]]
     hints = {
         (place,): aligned
@@ -440,6 +448,28 @@ def compile_routers(capability: int) -> Iterator[tuple[str, tuple[int, int, int]
     )
 
 
+def compile_latent(capability: int) -> Iterator[tuple[str, tuple[int, int, int]]]:
+    """Compile what is before latent attention: what it is, and what it takes."""
+    rows = ("given", "query_weight", "latent_weight", "normed", "query", "pages")
+    for order, angles, step, dtype in (
+        *((APART, 64, 1, "bf16"), (HALVES, 64, 1, "bf16"), (NEIGHBOURS_TO_HALVES, 64, 1, "fp16")),
+        (NEIGHBOURS, 64, 2, "fp32"),
+    ):
+        types = dict.fromkeys(rows, "*bf16") | dict.fromkeys(("cosines", "sines"), f"*{dtype}")
+        types |= {"query_eps": "fp32", "latent_eps": "fp32"}
+        sizes: dict[str, Any] = {"RANK": 512, "ROTATED": 64, "ANGLES": angles, "STEP": step, "ORDER": order}
+        for pages in kinds_of_pages(capability):
+            constants = sizes | {"STRIDE": 2112, "QUERIES": 1536, "HAS_QUERIES": True, "PADDED_QUERIES": 2048}
+            constants |= {"PADDED_RANK": 512, "PADDED_ROTATED": 64, "BLOCK_SIZE": 16, "PAGES": pages}
+            yield (
+                f"latent rows {order} {pages}",
+                compile_kernel(latent_kernel, "bf16", constants, capability, types),
+            )
+        constants = {**sizes, "STRIDE": 3840, "HEADS": 20, "PLAIN": 128, "PADDED_ROTATED": 64}
+        taken = compile_kernel(query_rest_kernel, "bf16", constants, capability, types, num_warps=1)
+        yield f"ends of queries {order}", taken
+
+
 # Layers of Qwen3-Next, Kimi-Linear, Granite 4 and Falcon-Mamba, in parts as TritonScans cuts them.
 STATES: list[tuple[str, Any, dict[str, Any]]] = [
     *(
@@ -579,6 +609,7 @@ def main() -> int:
             *compile_coded(capability),
             *compile_experts(capability),
             *compile_routers(capability),
+            *compile_latent(capability),
             *compile_states(capability),
         )
         for name, (registers, stack, shared) in compiled:

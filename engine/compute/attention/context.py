@@ -42,8 +42,25 @@ class HeadTurns(NamedTuple):
     in_order: bool = False
 
 
+class KeyPages(NamedTuple):
+    """A layer's keys [num_blocks, num_kv_heads, block_size, any], kept in this type, as a kernel writes them.
+
+    `slots`, int32 [num_tokens] on the device, says where each token's belong; -1 for no token's.
+    """
+
+    pages: torch.Tensor
+    slots: torch.Tensor
+    block_size: int
+    kept: torch.dtype
+
+
 class RotatingStep(Protocol):
     """A StepAttention that also does what comes before attention, in one launch or two."""
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """Where each token's keys and values belong, int32 [num_tokens] on the device; -1 for no token's."""
+        ...
 
     def rotate_and_write(
         self,
@@ -90,6 +107,11 @@ class AttentionContext:
     def slots(self) -> torch.Tensor:
         """Where the step's keys and values belong, to write them without `attend`: int64 [num_tokens]."""
         return sent(self._inputs.slot_mapping, self.kv.device)
+
+    def key_pages(self, layer: int) -> KeyPages:
+        """Where a kernel writes the keys of a layer, of a backend whose steps are RotatingSteps."""
+        kv = self.kv
+        return KeyPages(kv.keys[layer], cast(RotatingStep, self._step).slots, kv.block_size, kv.dtype)
 
     def attend_written(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """As `attend`, for keys and values that are in the `slots` of their pages already."""

@@ -35,16 +35,16 @@ class LatentKv:
 
     def ask(self, query: Tensor) -> Tensor:
         """Queries [1, heads, N, key_dim] as they are scored against stored keys."""
-        by_key, _ = self._weights()
+        by_key, _ = self.weights()
         plain, rotated = query[..., : by_key.shape[1]], query[..., by_key.shape[1] :]
         return torch.cat((torch.matmul(plain, by_key), rotated), dim=-1)
 
     def expand(self, attended: Tensor) -> Tensor:
         """The values [1, N, heads, value_dim] of what was attended to, [1, N, heads, rank]."""
-        _, by_value = self._weights()
+        _, by_value = self.weights()
         return torch.matmul(attended.transpose(1, 2), by_value.transpose(1, 2)).transpose(1, 2)
 
-    def _weights(self) -> tuple[Tensor, Tensor]:
+    def weights(self) -> tuple[Tensor, Tensor]:
         """Each head's part of `kv_b_proj` for keys and for values: [heads, its dim, rank]."""
         layer, weight = self._layer, self._layer.kv_b_proj.weight
         by_head = weight.view(-1, layer.qk_nope_head_dim + layer.v_head_dim, weight.shape[1])

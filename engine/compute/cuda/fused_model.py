@@ -14,6 +14,7 @@ from engine.compute.attention import CONTEXT_KEYWORD, AttentionBackend, Attentio
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.cuda.fused_beside import ExpertsBeside
 from engine.compute.cuda.fused_experts import FusedExperts, equal_experts
+from engine.compute.cuda.fused_latent import fuse_latent_attentions
 from engine.compute.cuda.fused_layer import FusedLayer
 from engine.compute.cuda.fused_parts import fuse_parts
 from engine.compute.cuda.fused_products import OF_ONE_ROW, OF_ROWS, Products
@@ -43,32 +44,35 @@ def with_fused_layers(loaded: LoadedModel, block_size: int, reload: Callable[[],
     try:
         if loaded.keeps_state:
             loaded = with_scans(loaded, block_size)
-        num_experts = fuse_experts(loaded, block_size)  # first, so that layers are fused around them
-        num_routers = fuse_routers(loaded, block_size)
-        count = 0 if loaded.keeps_state else fuse_layers(loaded, backend, block_size)
-        num_parts = fuse_parts(loaded, block_size)
+        fused = _fuse(loaded, backend, block_size)
     except Exception as error:  # whatever a compiler or a driver may raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         log.warning("layers are not fused: %s", reason)
         return replace(reload(), kernels_used=loaded.kernels_used)
-    if not (count or num_experts or num_routers or num_parts or loaded.state_kernel):
-        return loaded
-    used = [loaded.kernels_used or "for CUDA"]
     if loaded.state_kernel is not None:
-        used.append("states advanced")
-    if count:
-        log.info("%d of %d layers are fused", count, len(loaded.layers))
-        used.append(f"{count} of {len(loaded.layers)} layers fused")
-    if num_experts:
-        log.info("the experts of %d layers are fused", num_experts)
-        used.append(f"experts of {num_experts} fused")
-    if num_routers:
-        log.info("the routers of %d layers are fused", num_routers)
-        used.append(f"routers of {num_routers} fused")
-    if num_parts:
-        log.info("norms and MLPs fused by themselves: %d", num_parts)
-        used.append(f"norms and MLPs fused: {num_parts}")
-    return replace(loaded, kernels_used=", ".join(used))
+        fused = ["states advanced", *fused]
+    if not fused:
+        return loaded
+    used = ", ".join([loaded.kernels_used or "for CUDA", *fused])
+    log.info("kernels: %s", used)
+    return replace(loaded, kernels_used=used)
+
+
+def _fuse(loaded: LoadedModel, backend: AttentionBackend, block_size: int) -> list[str]:
+    """Fuse what can be, and say what was. Raises whatever a compiler or driver does."""
+    experts = fuse_experts(loaded, block_size)  # first, so that layers are fused around them
+    routers = fuse_routers(loaded, block_size)
+    layers = 0 if loaded.keeps_state else fuse_layers(loaded, backend, block_size)
+    latent = fuse_latent_attentions(loaded, backend, block_size)
+    parts = fuse_parts(loaded, block_size)
+    counts = {
+        f"{layers} of {len(loaded.layers)} layers fused": layers,
+        f"experts of {experts} fused": experts,
+        f"routers of {routers} fused": routers,
+        f"latent attention of {latent} fused": latent,
+        f"norms and MLPs fused: {parts}": parts,
+    }
+    return [what for what, count in counts.items() if count]
 
 
 @torch.inference_mode()

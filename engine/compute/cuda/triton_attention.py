@@ -74,6 +74,11 @@ class TritonStep:
         self._workforce = Workforce.of(gpu.processors, kv.compute_dtype.itemsize)
         self._pages = pages_of(kv.dtype)
 
+    @property
+    def slots(self) -> torch.Tensor:
+        """See RotatingStep."""
+        return self._tables.arrays["slots"]
+
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """See StepAttention."""
         shape = self._kv.layers[layer]
@@ -83,7 +88,7 @@ class TritonStep:
             value,
             self._kv.keys[layer],
             self._kv.values[layer],
-            self._tables.arrays["slots"],
+            self.slots,
             *key.stride()[:2],
             *value.stride()[:2],
             NUM_KV_HEADS=shape.num_kv_heads,
@@ -122,7 +127,7 @@ class TritonStep:
             query,
             self._kv.keys[layer],
             self._kv.values[layer],
-            self._tables.arrays["slots"],
+            self.slots,
             0.0 if norms is None else norms.eps,
             HAS_NORMS=norms is not None,
             NORMS_VALUES=norms is not None and norms.norms_values,
@@ -160,7 +165,7 @@ class TritonStep:
                 output,
                 call.sinks,
                 work.merges,
-                self._tables.arrays["slots"],
+                self.slots,
                 HAS_SINKS=call.sinks is not None,
                 HAS_PADDING=self._tables.has_padding,
                 NUM_HEADS=num_heads,

@@ -9,12 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
+from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import nn
 
 from engine.compute.native.records import NormKind
+
+
+class Pairing(Enum):
+    """Which two numbers are rotated together: none, one of each half, or neighbours.
+
+    These then lie in halves where a configuration has them `rope_interleave`, and else are a number of each.
+    """
+
+    NONE = auto()
+    HALVES = auto()
+    NEIGHBOURS = auto()
+    AS_CONFIGURED = auto()
 
 
 def _always(_attention: Any) -> bool:
@@ -257,6 +270,15 @@ GROUPED_ROUTERS = frozenset(
         "solar_open",
     }
 )
+# Attentions that store a latent row, and how their code pairs the numbers that it rotates.
+LATENT_ATTENTIONS = {
+    "DeepseekV2Attention": Pairing.NEIGHBOURS,
+    "DeepseekV3Attention": Pairing.AS_CONFIGURED,
+    "Glm4MoeLiteAttention": Pairing.AS_CONFIGURED,
+    "KimiLinearAttention": Pairing.NONE,
+    "MiniCPM3Attention": Pairing.HALVES,
+    "YoutuAttention": Pairing.AS_CONFIGURED,
+}
 # And these do no more than add what a shared expert makes of a row, where there is one.
 MIXTURES = frozenset({"flex_olmo", "gpt_oss", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
 
@@ -291,6 +313,11 @@ def family_of(module: nn.Module) -> Family | None:
 def is_whole(module: nn.Module, kind: str) -> bool:
     """True for a `Norm`, `Attention`, `MLP`, `DecoderLayer` or `Model` (`kind`) that is one of those read."""
     return family_of(module) is not None and type(module).__name__.endswith(kind)
+
+
+def latent_pairing(module: nn.Module) -> Pairing | None:
+    """How an attention over latent rows rotates; None for one whose code was not read."""
+    return None if _name_of(type(module)) is None else LATENT_ATTENTIONS.get(type(module).__name__)
 
 
 def has_read_experts(module: nn.Module) -> bool:

@@ -130,6 +130,11 @@ class _RecordingStep:
         """See StepAttention."""
         self._step.write(layer, key, value)
 
+    @property
+    def slots(self) -> torch.Tensor:
+        """See RotatingStep."""
+        return cast(RotatingStep, self._step).slots
+
     def rotate_and_write(
         self,
         layer: int,

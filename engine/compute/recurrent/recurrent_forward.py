@@ -17,6 +17,7 @@ from engine.compute.attention import (
     choose_backend,
     register,
 )
+from engine.compute.attention.context import KeyPages
 from engine.compute.attention.kv_tensors import sent
 from engine.compute.attention.latent_kv import keep_latents
 from engine.compute.attention.layer_kv import LayerKv
@@ -94,7 +95,7 @@ class RecurrentForward:
             options["logits_to_keep"] = rows
         if context.attention is not None:
             options["position_ids"] = positions[None]
-            options[CONTEXT_KEYWORD] = _HybridAttention(context.attention, loaded)
+            options[CONTEXT_KEYWORD] = HybridAttention(context.attention, loaded)
         with continuing(self._mixers, context.states, context.step(), loaded.state_kernel):
             output = loaded.model(input_ids=token_ids[None], use_cache=False, **options)
         logits: torch.Tensor = output.logits[0]
@@ -116,7 +117,7 @@ class _Layers(NamedTuple):
     layers: tuple[LayerKv, ...]
 
 
-class _HybridAttention:
+class HybridAttention:
     """An AttentionContext whose tensors have no place for the layers that do not attend."""
 
     def __init__(self, context: AttentionContext, loaded: LoadedModel) -> None:
@@ -135,3 +136,11 @@ class _HybridAttention:
     ) -> torch.Tensor:
         """See AttentionContext."""
         return self._context.attend(query, key, value, call._replace(layer=self._places[call.layer]))
+
+    def key_pages(self, layer: int) -> KeyPages:
+        """See AttentionContext."""
+        return self._context.key_pages(self._places[layer])
+
+    def attend_written(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        """See AttentionContext."""
+        return self._context.attend_written(query, call._replace(layer=self._places[call.layer]))

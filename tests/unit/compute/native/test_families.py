@@ -14,6 +14,7 @@ from engine.compute.native.families import (
     EXPERTS,
     FAMILIES,
     GROUPED_ROUTERS,
+    LATENT_ATTENTIONS,
     LIMITED_EXPERTS,
     MIXTURES,
     NORM_NAMES,
@@ -23,6 +24,7 @@ from engine.compute.native.families import (
     ROUTERS_TELLING_FLOATS,
     UNGATED_EXPERTS,
     NormNames,
+    Pairing,
 )
 from engine.compute.native.records import NormKind
 from engine.compute.recurrent import mixer_kinds
@@ -750,3 +752,109 @@ READ_OF = r"(?!\w*embed)\w+(?:\[\w+\])?\.(?:weight(?!\.dtype|\.device)|bias)\b"
 def test_our_recurrent_layers_read_no_other_projections_weights() -> None:
     source = Path(mixer_kinds.__file__).read_text()
     assert {name.partition(".")[0] for name in re.findall(READ_OF, source)} == READ
+
+
+LATENT_FAMILIES = {
+    "deepseek_v2": ("DeepseekV2", Pairing.NEIGHBOURS),
+    "deepseek_v3": ("DeepseekV3", Pairing.AS_CONFIGURED),
+    "glm4_moe_lite": ("Glm4MoeLite", Pairing.AS_CONFIGURED),
+    "kimi_linear": ("KimiLinear", Pairing.NONE),
+    "minicpm3": ("MiniCPM3", Pairing.HALVES),
+    "youtu": ("Youtu", Pairing.AS_CONFIGURED),
+}
+_INTERLEAVED = "apply_rotary_pos_emb_interleave(q_rot, k_rot, cos, sin)"
+_HALVED = "apply_rotary_pos_emb(q_rot, k_rot, cos, sin)"
+LATENT_ROTATED = {
+    Pairing.NONE: [],
+    Pairing.HALVES: ["cos, sin = position_embeddings", f"q_rot, k_rot = {_HALVED}"],
+    Pairing.NEIGHBOURS: [
+        "q_rot, k_rot = apply_rotary_emb(q_rot, k_rot, position_embeddings.to(q_rot.device))"
+    ],
+    Pairing.AS_CONFIGURED: [
+        "cos, sin = position_embeddings",
+        "if self.config.rope_interleave:",
+        f"    q_rot, k_rot = {_INTERLEAVED}",
+        "else:",
+        f"    q_rot, k_rot = {_HALVED}",
+    ],
+}
+
+
+def test_all_latent_attentions_are_named() -> None:
+    assert {f"{name}Attention": how for name, how in LATENT_FAMILIES.values()} == LATENT_ATTENTIONS
+
+
+@pytest.mark.parametrize("family", LATENT_FAMILIES)
+def test_latent_attentions_are_what_was_read(family: str) -> None:
+    name, pairing = LATENT_FAMILIES[family]
+    code = code_of(family)
+    text = code[f"{name}Attention"]
+    for theirs, ours in (
+        (r"\bq\b", "q_states"),
+        (r"\b([qk])_pe\b", r"\1_rot"),
+        (r"\bq_nope\b", "q_pass"),
+        (r"\bkv_pass\b", "kv_nope"),
+        (r"\bk_(pass|nope)\b", "kv_nope"),
+        (r"layernorm\(kv_nope\)\.view", "layernorm(kv_nope)\nkv_nope = kv_nope.view"),
+    ):
+        text = re.sub(theirs, ours, text)
+    is_turned = pairing is not Pairing.NONE
+    assert text.splitlines() == [
+        "batch_size, seq_length = hidden_states.shape[:-1]",
+        "query_shape = (batch_size, seq_length, -1, self.qk_head_dim)",
+        "if self.q_lora_rank is None:",
+        "    q_states = self.q_proj(hidden_states)",
+        "else:",
+        "    q_states = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))",
+        f"{'q' if is_turned else 'query'}_states = q_states.view(query_shape).transpose(1, 2)",
+        *["q_pass, q_rot = torch.split(q_states, [self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)"]
+        * is_turned,
+        "compressed_kv = self.kv_a_proj_with_mqa(hidden_states)",
+        "kv_nope, k_rot = torch.split(compressed_kv, [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)",
+        "kv_nope = self.kv_a_layernorm(kv_nope)",
+        "kv_nope = kv_nope.view(batch_size, 1, seq_length, self.kv_lora_rank)",
+        "k_rot = k_rot.view(batch_size, 1, seq_length, self.qk_rope_head_dim)",
+        *LATENT_ROTATED[pairing],
+        "if past_key_values is not None:",
+        "    kv_nope, k_rot = past_key_values.update(kv_nope, k_rot, self.layer_idx)",
+        *["query_states = torch.cat((q_pass, q_rot), dim=-1)"] * is_turned,
+        "key_states, value_states = self.expand_kv(kv_nope, k_rot)",
+        "attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface("
+        "self.config._attn_implementation, eager_attention_forward)",
+        "attn_output, attn_weights = attention_interface(self, query_states, key_states, value_states, "
+        "attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)",
+        "attn_output = attn_output.reshape(batch_size, seq_length, -1).contiguous()",
+        "attn_output = self.o_proj(attn_output)",
+        "return (attn_output, attn_weights)",
+    ]
+    for turn, lines in LATENT_TURNS.items():
+        if f" {turn}(" in text:
+            assert code[turn].splitlines() == lines
+
+
+LATENT_TURNS = {
+    "apply_rotary_pos_emb_interleave": [
+        "cos = cos[..., :cos.shape[-1] // 2].unsqueeze(unsqueeze_dim)",
+        "sin = sin[..., :sin.shape[-1] // 2].unsqueeze(unsqueeze_dim)",
+        "q1, q2 = (q[..., 0::2], q[..., 1::2])",
+        "k1, k2 = (k[..., 0::2], k[..., 1::2])",
+        "q_embed = torch.cat([q1 * cos - q2 * sin, q2 * cos + q1 * sin], dim=-1)",
+        "k_embed = torch.cat([k1 * cos - k2 * sin, k2 * cos + k1 * sin], dim=-1)",
+        "return (q_embed, k_embed)",
+    ],
+    "apply_rotary_pos_emb": [
+        "cos = cos.unsqueeze(unsqueeze_dim)",
+        "sin = sin.unsqueeze(unsqueeze_dim)",
+        "q_embed = q * cos + rotate_half(q) * sin",
+        "k_embed = k * cos + rotate_half(k) * sin",
+        "return (q_embed, k_embed)",
+    ],
+    "apply_rotary_emb": [
+        "xq_ = torch.view_as_complex(xq.float().reshape(*xq.shape[:-1], -1, 2))",
+        "xk_ = torch.view_as_complex(xk.float().reshape(*xk.shape[:-1], -1, 2))",
+        "freqs_cis = freqs_cis.unsqueeze(1).to(xq_.device)",
+        "xq_out = torch.view_as_real(xq_ * freqs_cis).flatten(3).type_as(xq)",
+        "xk_out = torch.view_as_real(xk_ * freqs_cis).flatten(3).type_as(xk)",
+        "return (xq_out, xk_out)",
+    ],
+}
