@@ -117,7 +117,18 @@ def put_together(
     """
     row_draw = find_row_draw(loaded, settings.model, settings.home)
     sampler = factories.sampler(loaded.vocab_size, loaded.device, row_draw)
-    gauge, sizes, coming = gauge_of(loaded.device), files and files.sizes, files.coming if files else 0
+    gauge, sizes = gauge_of(loaded.device), files and files.sizes
+    for_drafts = ForDrafts(
+        verification=settings.speculation.draft_verification,
+        keeps_features=any(source.drafter.reads_features for source in sources),
+        feature_layers=feature_layers(sources),
+        feature_window=max((source.feature_window for source in sources), default=1),
+    )
+
+    def coming(num_seqs: int) -> int:
+        held = for_drafts.held_bytes(loaded, num_seqs, max_draft_tokens(sources))
+        return held + (files.coming if files else 0)
+
     room = measure_kv_room(settings, loaded, sampler, gauge, sizes, coming)  # of what drafters have left
     num_blocks, step, host = room.count_blocks(), room.sizes, room.count_host_room()
     sources = tuple(
@@ -132,12 +143,6 @@ def put_together(
         max_draft_tokens(sources),
         room.count_snapshots(),
         host.num_states,
-    )
-    for_drafts = ForDrafts(
-        verification=settings.speculation.draft_verification,
-        keeps_features=any(source.drafter.reads_features for source in sources),
-        feature_layers=feature_layers(sources),
-        feature_window=max((source.feature_window for source in sources), default=1),
     )
     with refused_where_memory_ends(settings, on_gpu=loaded.device.type == "cuda"):
         runner = make_runner(loaded, sampler, of_runner, for_drafts)

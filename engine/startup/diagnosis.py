@@ -101,7 +101,8 @@ class CacheFacts:
 class DraftFacts:
     """Who drafts. The model's figures are None without a draft model, or where they were not found out.
 
-    `reader_bytes` and `reader_kv_bytes` are of what reads the target's features: heads, or a module.
+    `reader_bytes` and `reader_kv_bytes` are of what reads the target's features: heads, or a module;
+    `reader_held_bytes` what is set aside for features on a GPU.
     """
 
     methods: tuple[str, ...]
@@ -111,6 +112,7 @@ class DraftFacts:
     is_on_host: bool = False  # the draft model, beside a target on a GPU
     reader_bytes: int | None = None
     reader_kv_bytes: int | None = None
+    reader_held_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -147,6 +149,7 @@ class Diagnosis:
         draft_bytes = 0
         if drafts is not None:
             draft_bytes = (drafts.reader_bytes or 0) + (drafts.reader_kv_bytes or 0)
+            draft_bytes += drafts.reader_held_bytes
         if drafts is not None and not drafts.is_on_host:
             draft_bytes += (drafts.model_bytes or 0) + (drafts.model_kv_bytes or 0)
         model_bytes = self.model.weight_bytes + self.model.scratch_bytes

@@ -48,6 +48,7 @@ from engine.startup.build_speculation import (
     draft_model_room,
     find_heads,
     find_module,
+    foreseen_draft_tokens,
     model_free_sources,
 )
 from engine.startup.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFacts, ModelFacts
@@ -336,6 +337,11 @@ def _weigh_reader(facts: DraftFacts, settings: Settings, room: KvRoom, source: F
     if reader is not None:
         facts.reader_bytes = reader.weights
         facts.reader_kv_bytes = reader.kept(room.for_drafters)
+        if room.loaded.device.type == "cuda":
+            most_drafts = foreseen_draft_tokens(settings)
+            facts.reader_held_bytes = reader.reads.held_bytes(
+                room.loaded, room.sizes.max_num_seqs, most_drafts
+            )
 
 
 def _examine_draft_model(found: Diagnosis, settings: Settings, room: KvRoom, directory: Path | None) -> None:

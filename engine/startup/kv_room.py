@@ -47,19 +47,20 @@ def find_kv_memory(
     sizes: StepSizes,
     gauge: MemoryGauge | None,
     work_bytes: int,
-    weight_bytes: int = 0,
+    coming: int = 0,
 ) -> KvMemory:
     """What is given, or of a GPU its share of the memory less all that is there and will be.
 
-    There is what `gauge` says, weights above all. There will be `weight_bytes` of weights that are not
-    loaded yet, what steps are computed in, `work_bytes`, and their recordings. `gauge` is None on a CPU.
+    There is what `gauge` says, weights above all. There will be `coming` bytes, of weights that are not
+    loaded yet and of what drafters read, what steps are computed in, `work_bytes`, and their recordings.
+    `gauge` is None on a CPU.
     """
     cache = settings.cache
     if gauge is None or "kv_cache_memory" in cache.model_fields_set:
         return KvMemory(cache.kv_cache_memory, f"--kv-cache-memory {cache.kv_cache_memory}")
     free, total = gauge.free_and_total()
     may_take = int(total * cache.gpu_memory_utilization) - (total - free)
-    left = may_take - weight_bytes - work_bytes - recorded_bytes(settings, loaded, sizes)
+    left = may_take - coming - work_bytes - recorded_bytes(settings, loaded, sizes)
     return KvMemory(max(0, left), f"--gpu-memory-utilization {cache.gpu_memory_utilization}")
 
 
@@ -215,13 +216,13 @@ def measure_kv_room(
     sampler: Sampler,
     gauge: MemoryGauge | None,
     sizes: StepSizes | None = None,
-    coming: int = 0,
+    coming: Callable[[int], int] = lambda _: 0,
 ) -> KvRoom:
     """The room once the drafters' weights are there, with work space as measured; on the model's thread.
 
-    `sizes` are those foreseen, None where nothing was made by them; `coming` are bytes that will
-    come later. Of a step that finds no memory the tokens are halved as far as nobody has asked for so
-    many. Raises StartRefused.
+    `sizes` are those foreseen, None where nothing was made by them; `coming` says how many bytes will come
+    later, with so many seats. Of a step that finds no memory the tokens are halved as far as nobody has asked
+    for so many. Raises StartRefused.
     """
     if sizes is None:
         sizes = foresee_kv_room(settings, loaded, gauge).sizes
@@ -231,7 +232,7 @@ def measure_kv_room(
         log.info("the largest step works in %s", rough_size(work_bytes))
 
     def find(sizes: StepSizes) -> KvMemory:
-        return find_kv_memory(settings, loaded, sizes, gauge, work_bytes, coming)
+        return find_kv_memory(settings, loaded, sizes, gauge, work_bytes, coming(sizes.max_num_seqs))
 
     return _with_seats_that_fit(KvRoom(settings, loaded, sizes, find(sizes)), find)
 

@@ -24,7 +24,8 @@ from engine.compute.drafters.draft_loader import (
     with_context,
 )
 from engine.compute.drafters.drafter_weights import eagle_bytes, medusa_bytes, mtp_bytes
-from engine.compute.drafters.eagle_loader import foresee_eagle_kv
+from engine.compute.drafters.eagle_layer import NUM_FEATURES
+from engine.compute.drafters.eagle_loader import Slabs, foresee_eagle_kv
 from engine.compute.drafters.mtp_loader import foresee_mtp_kv
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.loading.locate import FoundModel, find_model
@@ -32,9 +33,10 @@ from engine.compute.loading.model_source import beside_model, resolve_model
 from engine.compute.loading.outline import NoOutline, outline_model, read_stored, weight_bytes
 from engine.compute.loading.quantized_files import foresee_codes
 from engine.compute.loading.support import Architecture, weight_format_of
+from engine.compute.runner.model_runner import ForDrafts
 from engine.embeddings.service import BATCH_TOKENS
 from engine.errors import StartRefused
-from engine.startup.build_speculation import eagle_room, find_heads, find_module
+from engine.startup.build_speculation import eagle_room, find_heads, find_module, foreseen_draft_tokens
 from engine.startup.step_sizes import NOTHING_BESIDE, MemoryBeside, numbers_of_token
 
 log = logging.getLogger("slipstream.engine")
@@ -42,10 +44,11 @@ _Told = TypeVar("_Told")
 
 
 class DrafterMemory(NamedTuple):
-    """The bytes of a drafter's weights, and what it keeps beside a target with some room."""
+    """The bytes of a drafter's weights, what it keeps beside a target with some room, and what it reads."""
 
     weights: int
     kept: Callable[[TargetRoom], int]
+    reads: ForDrafts = ForDrafts()
 
 
 def foresee_memory_beside(
@@ -63,10 +66,16 @@ def foresee_memory_beside(
         _told(lambda: foresee_reader(settings, target, directory)),
     )
     drafters = [drafter for drafter in told if drafter is not None]
+    most_drafts = foreseen_draft_tokens(settings)
+
+    def held(room: TargetRoom) -> int:
+        """Features of the target's sequences, for those drafters that read them."""
+        return sum(each.reads.held_bytes(target, room.max_num_seqs, most_drafts) for each in drafters)
+
     return MemoryBeside(
         sum(drafter.weights for drafter in drafters),
         _told(lambda: _embedding_bytes(settings.model, may_fetch=may_fetch)) or 0,
-        tuple(drafter.kept for drafter in drafters),
+        (*(drafter.kept for drafter in drafters), held) if drafters else (),
     )
 
 
@@ -132,15 +141,20 @@ def foresee_reader(settings: Settings, target: LoadedModel, directory: Path | No
     """What reads the target's features: as `load_sources` chooses it. Raises StartRefused."""
     speculation, method = settings.speculation, settings.speculation.speculative_method
     if method in ("auto", "medusa") and speculation.medusa_heads is not None:
-        return DrafterMemory(medusa_bytes(speculation.medusa_heads, target), lambda _: 0)
+        reads = ForDrafts(keeps_features=True)
+        return DrafterMemory(medusa_bytes(speculation.medusa_heads, target), lambda _: 0, reads)
     if method in ("auto", "heads") and (heads := find_heads(speculation, target)) is not None:
-        slabs = foresee_eagle_kv(heads, target)
-        return DrafterMemory(eagle_bytes(heads, target), lambda room: slabs.num_bytes(eagle_room(room)))
+        return _of_slabs(eagle_bytes(heads, target), foresee_eagle_kv(heads, target), NUM_FEATURES)
     layout = find_module(speculation, target, directory) if method in ("auto", "mtp") else None
     if layout is None or directory is None:
         return None
-    slabs = foresee_mtp_kv(target)
-    return DrafterMemory(mtp_bytes(directory, target, layout), lambda room: slabs.num_bytes(eagle_room(room)))
+    return _of_slabs(mtp_bytes(directory, target, layout), foresee_mtp_kv(target), 1)
+
+
+def _of_slabs(weights: int, slabs: Slabs, num_layers: int) -> DrafterMemory:
+    """That of a layer with these slabs which reads so many of the target's, whichever they are."""
+    reads = ForDrafts("match", True, tuple(range(num_layers)), slabs.window)
+    return DrafterMemory(weights, lambda room: slabs.num_bytes(eagle_room(room)), reads)
 
 
 def _embedding_bytes(settings: ModelSettings, *, may_fetch: bool) -> int:

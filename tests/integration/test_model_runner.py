@@ -13,10 +13,11 @@ from engine.compute.attention import ATTENTION_NAME, AttentionContext, LayerCall
 from engine.compute.attention.query_groups import QueryGroup
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.dummy_steps import Part, pack_step, plain_sampling
-from engine.compute.runner.model_runner import ForDrafts, ModelRunner
+from engine.compute.runner.model_runner import ForDrafts, ModelRunner, rows_apart
 from engine.compute.runner.self_check import check_forward
 from engine.compute.sampling.sampler import Sampler
 from engine.errors import OutOfDeviceMemory, UnsupportedModel
+from engine.plan.speculation.draft_tape import NewFeatures
 from engine.plan.step_records import BlockCopy, BlockMoves
 from tests.support.packed import load_tiny, plain_logits, random_tokens
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE
@@ -305,3 +306,45 @@ def test_kept_features_hold_nothing_of_a_prompt_that_passed_beside_them() -> Non
     assert long.untyped_storage().nbytes() == 70 * row_bytes
     _, hidden = runner.forward.with_features(pack_step([prompt], BLOCK_SIZE), runner.kv)
     torch.testing.assert_close(long, hidden[30:])
+
+
+@pytest.mark.parametrize("window", [16, 70])
+def test_sequences_hold_no_more_features_than_are_set_aside(window: int) -> None:
+    """At worst: what a drafter read of a prompt, then drafts that all came, then as many steps as it sees."""
+    loaded = load_tiny("llama")
+    for_drafts = ForDrafts("match", True, (0, 1), window)
+    width = 2 * loaded.config.hidden_size
+    sequences = [NewFeatures(window) for _ in range(3)]
+    last = 0
+
+    def pass_through(num_rows: int) -> None:
+        nonlocal last
+        last += num_rows
+        lens = np.full(len(sequences), num_rows, np.int32)
+        parts = rows_apart(torch.zeros(len(sequences) * num_rows, width), lens, window)
+        for sequence, rows in zip(sequences, parts, strict=True):
+            sequence.add(last, rows)
+
+    def held() -> int:
+        runs = [run for each in sequences for run in (*each._runs, (0, each._given and each._given.hidden))]
+        storages = {rows.untyped_storage() for _, rows in runs if isinstance(rows, torch.Tensor)}
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    most = for_drafts.held_bytes(loaded, len(sequences), max_drafts=63)
+    pass_through(200)
+    for sequence in sequences:
+        sequence.take()
+    for num_rows in (64, *[1] * 300):
+        pass_through(num_rows)
+        assert held() <= most
+        if last == 200 + 64 + window - 1:
+            assert held() == most
+    assert ForDrafts().held_bytes(loaded, 3, 63) == 0
+
+
+def test_heads_that_read_no_layers_hold_two_steps() -> None:
+    loaded = load_tiny("llama")
+    rows = ForDrafts(keeps_features=True).held_bytes(loaded, 3, max_drafts=7) // (
+        4 * loaded.config.hidden_size
+    )
+    assert rows == 2 * 3 * (1 + 7)

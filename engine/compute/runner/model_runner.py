@@ -44,6 +44,27 @@ class ForDrafts:
     feature_layers: tuple[int, ...] = ()
     feature_window: int = 1
 
+    def held_bytes(self, loaded: LoadedModel, num_seqs: int, max_drafts: int) -> int:
+        """The most that so many sequences hold of what drafters read of `loaded`, between two steps.
+
+        One that no drafter is asked about holds the run of positions that was taken last, and those behind it
+        (see NewFeatures): the oldest of these ends less than `feature_window` positions ago. Before a prompt
+        is through nothing is taken, so that one run at most is a part of a prompt, and no other has more than
+        _SHORT rows. That makes max(feature_window, _SHORT) + (feature_window - 1) + _SHORT rows, each with a
+        hidden state of each layer. Rows of drafts that were refused are not counted.
+
+        Where no layers are named there are no runs: the newest row of a sequence holds all that its step
+        judged, 1 + `max_drafts` rows of each, and so does the one that was taken last. That makes two steps.
+        """
+        if not self.keeps_features:
+            return 0
+        num_rows, width = 2 * (1 + max_drafts), 1
+        if self.feature_layers:
+            num_rows = max(self.feature_window, _SHORT) + self.feature_window - 1 + _SHORT
+            width = len(self.feature_layers)
+        row_bytes = width * int(loaded.config.hidden_size) * loaded.dtype.itemsize
+        return num_seqs * num_rows * row_bytes
+
     def parts(self, hidden: torch.Tensor, inputs: StepInputs) -> Sequence[torch.Tensor]:
         """`hidden`, which is as PackedForward gives it, by sequences; as it is where no layers are named.
 

@@ -180,7 +180,8 @@ def _drafts(drafts: DraftFacts) -> Iterator[Row]:
     yield "by", ", ".join(drafts.methods) or "nobody: no speculation"
     if drafts.reader_bytes is not None:
         kv = f", {rough_size(drafts.reader_kv_bytes)} of K/V" if drafts.reader_kv_bytes else ""
-        yield drafts.methods[-1], f"{rough_size(drafts.reader_bytes)} of weights{kv}"
+        held = f", {rough_size(drafts.reader_held_bytes)} of features" if drafts.reader_held_bytes else ""
+        yield drafts.methods[-1], f"{rough_size(drafts.reader_bytes)} of weights{kv}{held}"
     if drafts.model_how is not None:
         weights = "" if drafts.model_bytes is None else f", {rough_size(drafts.model_bytes)} of weights"
         kv = "" if drafts.model_kv_bytes is None else f", {rough_size(drafts.model_kv_bytes)} of K/V"

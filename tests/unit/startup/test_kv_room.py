@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import mul
 from types import SimpleNamespace
 from typing import Any
 
@@ -261,12 +263,27 @@ def test_what_is_loaded_later_keeps_its_room_once_work_is_measured() -> None:
     sampler = Sampler(loaded.vocab_size, loaded.device)
     settings = load_settings(("--max-num-seqs", "4", "--max-num-batched-tokens", "32"), {})
     plain, less = (
-        measure_kv_room(settings, loaded, sampler, FakeGauge([GIB, GIB]), coming=coming)
-        for coming in (0, 5 * GIB)
+        measure_kv_room(settings, loaded, sampler, FakeGauge([GIB, GIB]), coming=partial(mul, coming))
+        for coming in (0, 5 * GIB // 4)
     )
     assert plain.memory.num_bytes - less.memory.num_bytes == 5 * GIB
     given = load_settings(("--kv-cache-memory", "1MiB"), {})
-    assert measure_kv_room(given, loaded, sampler, FakeGauge(), coming=GIB).memory.num_bytes == 1 << 20
+    assert (
+        measure_kv_room(given, loaded, sampler, FakeGauge(), coming=lambda _: GIB).memory.num_bytes == 1 << 20
+    )
+
+
+def test_what_sequences_will_hold_is_told_by_the_seats_that_there_are_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.startup.kv_room.measure_largest_step", lambda *_: 0)
+    loaded, settings = recurrent_with(3 * GIB), load_settings((), {})
+    sampler = Sampler(loaded.vocab_size, loaded.device)
+    foreseen = replace(foresee_kv_room(settings, loaded, FakeGauge()).sizes, max_num_seqs=32)
+    plain = measure_kv_room(settings, loaded, sampler, FakeGauge(), foreseen)
+    room = measure_kv_room(settings, loaded, sampler, FakeGauge(), foreseen, lambda seats: seats << 20)
+    assert plain.sizes.max_num_seqs == room.sizes.max_num_seqs == 16
+    assert plain.memory.num_bytes - room.memory.num_bytes == 16 << 20
 
 
 def test_sizes_that_drafters_were_made_by_stay() -> None:

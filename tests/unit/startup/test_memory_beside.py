@@ -20,10 +20,13 @@ from engine.compute.drafters.mtp_layouts import find_mtp
 from engine.compute.drafters.mtp_loader import load_mtp_drafter
 from engine.compute.loading.coded_weights import CodeKind
 from engine.compute.loading.loader import LoadedModel, load_model
+from engine.compute.loading.locate import FoundModel
+from engine.compute.runner.model_runner import ForDrafts
 from engine.startup import build, kv_room, memory_beside
 from engine.startup.build import load_parts
 from engine.startup.build_speculation import draft_model_room, eagle_room, load_sources
-from engine.startup.doctor import diagnose
+from engine.startup.diagnosis import DraftFacts
+from engine.startup.doctor import _weigh_reader, diagnose
 from engine.startup.host_memory import memory_bytes
 from engine.startup.memory_beside import foresee_memory_beside
 from engine.startup.step_sizes import MemoryBeside
@@ -36,6 +39,7 @@ from tests.support.tiny_models import save_tiny_model, tiny_model
 from tests.support.tiny_mtp import FAMILIES, TinyMtp
 
 GPU = torch.device("cuda", 0)
+MEDUSA = ForDrafts(keeps_features=True)
 # With room for all that drafters may keep, for some of it, and for no more than one sequence.
 ROOMS = (TargetRoom(4, 16, 1 << 30), TargetRoom(4, 16, 3 << 19), TargetRoom(4, 16, 0))
 
@@ -56,6 +60,11 @@ def beside(*flags: str, target: LoadedModel | None = None, directory: Path | Non
 
 def bytes_of(model: Any) -> int:
     return sum(each.numel() * each.itemsize for each in model.parameters())
+
+
+def held(reads: ForDrafts, target: LoadedModel, seats: int = 4) -> int:
+    """What sequences hold of features, where the longest draft is left open."""
+    return reads.held_bytes(target, seats, max_drafts=32)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +132,7 @@ def test_heads_and_modules_count_as_they_are_chosen(layer: Path, heads: Path, tm
     assert 0 < of_layer != of_heads > 0
     assert beside("--draft-heads", str(layer)).total == of_layer
     assert beside("--medusa-heads", str(heads)).total == of_heads
-    assert beside("--medusa-heads", str(heads)).kept_bytes(ROOMS[0]) == 0
+    assert beside("--medusa-heads", str(heads)).kept_bytes(ROOMS[0]) == held(MEDUSA, target)
     assert beside("--draft-heads", str(layer), "--speculative-method", "suffix").drafts == 0
     directory = TinyMtp("mimo").save(tmp_path)
     settings = load_settings([str(directory), "--dtype", "float32"], environ=WITHOUT_KERNELS)
@@ -159,14 +168,20 @@ def test_a_draft_model_keeps_what_it_takes_for_k_v_and_its_recorded_steps(
 
 @pytest.mark.parametrize(("slabs_bytes", "num_slabs"), [(1 << 26, 4), (3.5, 3), (0, 1)])
 def test_a_layer_keeps_what_its_slabs_take(slabs_bytes: float, num_slabs: int, layer: Path) -> None:
-    """For all seats, for as many as a tenth of the target's K/V holds, and for one at least."""
+    """For all seats, for as many as a tenth of the target's K/V holds, and for one at least.
+
+    Features of the target's own sequences come upon it, of all seats.
+    """
     of_one = (2 * WINDOW + 16) * 2 * (32 + 32) * 4  # two windows and the longest chain
     room = TargetRoom(4, 16, 10 * int(slabs_bytes * of_one))
     target, flags = load_tiny("llama"), ("--draft-heads", str(layer), "--speculative-method", "heads")
     *_, source = load_sources(settings_for(*flags), target, layer, room)
     assert isinstance(source.drafter, EagleDrafter)
     slabs = source.drafter.kv
-    assert beside(*flags).kept_bytes(room) == slabs.keys.nbytes + slabs.values.nbytes == num_slabs * of_one
+    assert slabs.keys.nbytes + slabs.values.nbytes == num_slabs * of_one
+    reads = ForDrafts("match", True, source.feature_layers, source.feature_window)
+    assert reads.feature_window == WINDOW and len(reads.feature_layers) == 3
+    assert beside(*flags).kept_bytes(room) == num_slabs * of_one + held(reads, target) > num_slabs * of_one
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -176,9 +191,11 @@ def test_a_module_keeps_what_its_slabs_take(family: str, tmp_path: Path) -> None
     target = load_model(directory, load_settings([str(directory)], environ=WITHOUT_KERNELS).model)
     layout = find_mtp(directory, target.config)
     assert layout is not None
-    slabs = load_mtp_drafter(directory, target, layout, eagle_room(ROOMS[0])).kv
+    drafter = load_mtp_drafter(directory, target, layout, eagle_room(ROOMS[0]))
+    slabs, reads = drafter.kv, ForDrafts("match", True, drafter.feature_layers, drafter.kv.window)
     told = beside("--speculative-method", "mtp", target=target, directory=directory)
-    assert told.kept_bytes(ROOMS[0]) == slabs.keys.nbytes + slabs.values.nbytes > 0
+    in_slabs = slabs.keys.nbytes + slabs.values.nbytes
+    assert told.kept_bytes(ROOMS[0]) == in_slabs + held(reads, target) > in_slabs > 0
 
 
 def test_all_that_draft_keep_something(draft: Path, layer: Path) -> None:
@@ -231,7 +248,7 @@ def test_a_start_and_the_doctor_size_with_what_comes_and_measure_with_what_is_st
         return kv_room.foresee_kv_room(*args, **more)
 
     def measure_room(*args: Any) -> kv_room.KvRoom:
-        asked.append(("measured", args[5]))
+        asked.append(("measured", args[5](4)))
         return kv_room.measure_kv_room(*args)
 
     for room in ("build", "doctor"):
@@ -245,3 +262,38 @@ def test_a_start_and_the_doctor_size_with_what_comes_and_measure_with_what_is_st
     asked.clear()
     load_parts(settings)
     assert asked == [("beside", True), ("foreseen", told), ("measured", 5)]
+
+
+def test_a_start_sets_aside_what_sequences_will_hold_for_the_drafter_that_it_has_loaded(
+    monkeypatch: pytest.MonkeyPatch, layer: Path, tmp_path: Path
+) -> None:
+    """By the seats, of which there may be fewer in the end; its slabs are there by then."""
+    asked: list[Any] = []
+
+    def measure_room(*args: Any) -> kv_room.KvRoom:
+        asked.append(args[5])
+        return kv_room.measure_kv_room(*args)
+
+    monkeypatch.setattr(build, "measure_kv_room", measure_room)
+    model = str(save_tiny_model("llama", tmp_path))
+    flags = (model, "--kv-cache-memory", "1MiB", "--dtype", "float32", "--num-speculative-tokens", "5")
+    for more, reads in (
+        (("--draft-heads", str(layer)), ForDrafts("match", True, (0, 1, 1), WINDOW)),
+        ((), None),
+    ):
+        load_parts(load_settings([*flags, *more], WITHOUT_KERNELS))
+        expected = [
+            0 if reads is None else reads.held_bytes(load_tiny("llama"), seats, 5) for seats in (1, 7)
+        ]
+        assert [asked[-1](seats) for seats in (1, 7)] == expected
+
+
+def test_the_doctor_tells_what_is_set_aside_for_features_on_a_gpu_alone(layer: Path) -> None:
+    target, settings = load_tiny("llama"), settings_for("--draft-heads", str(layer), "--max-num-seqs", "4")
+    found = {}
+    for loaded in (target, on_gpu(target)):
+        room = kv_room.foresee_kv_room(settings, loaded, None)
+        facts = DraftFacts(("heads",))
+        _weigh_reader(facts, settings, room, FoundModel("here", layer))
+        found[loaded.device.type] = facts.reader_held_bytes
+    assert found == {"cpu": 0, "cuda": held(ForDrafts("match", True, (0, 1, 1), WINDOW), target)}
