@@ -317,17 +317,18 @@ def test_sequences_hold_no_more_features_than_are_set_aside(window: int) -> None
     sequences = [NewFeatures(window) for _ in range(3)]
     last = 0
 
-    def pass_through(num_rows: int) -> None:
+    def pass_through(num_rows: int, num_refused: int = 0) -> None:
         nonlocal last
-        last += num_rows
+        last += num_rows - num_refused
         lens = np.full(len(sequences), num_rows, np.int32)
         parts = rows_apart(torch.zeros(len(sequences) * num_rows, width), lens, window)
         for sequence, rows in zip(sequences, parts, strict=True):
-            sequence.add(last, rows)
+            sequence.add(last, rows[: num_rows - num_refused], num_rows)
 
     def held() -> int:
-        runs = [run for each in sequences for run in (*each._runs, (0, each._given and each._given.hidden))]
-        storages = {rows.untyped_storage() for _, rows in runs if isinstance(rows, torch.Tensor)}
+        runs = [run[1] for each in sequences for run in each._runs]
+        runs += [each._given.hidden for each in sequences if each._given]
+        storages = [rows.untyped_storage() for rows in runs if isinstance(rows, torch.Tensor)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     most = for_drafts.held_bytes(loaded, len(sequences), max_drafts=63)
@@ -339,12 +340,13 @@ def test_sequences_hold_no_more_features_than_are_set_aside(window: int) -> None
         assert held() <= most
         if last == 200 + 64 + window - 1:
             assert held() == most
+    for _ in range(100):
+        pass_through(33, num_refused=32)
+        assert held() <= most, "the rows of refused drafts are there, too"
     assert ForDrafts().held_bytes(loaded, 3, 63) == 0
 
 
 def test_heads_that_read_no_layers_hold_two_steps() -> None:
     loaded = load_tiny("llama")
-    rows = ForDrafts(keeps_features=True).held_bytes(loaded, 3, max_drafts=7) // (
-        4 * loaded.config.hidden_size
-    )
-    assert rows == 2 * 3 * (1 + 7)
+    held = ForDrafts(keeps_features=True).held_bytes(loaded, 3, max_drafts=7)
+    assert held == 2 * 3 * (1 + 7) * 4 * loaded.config.hidden_size

@@ -48,10 +48,11 @@ class ForDrafts:
         """The most that so many sequences hold of what drafters read of `loaded`, between two steps.
 
         One that no drafter is asked about holds the run of positions that was taken last, and those behind it
-        (see NewFeatures): the oldest of these ends less than `feature_window` positions ago. Before a prompt
-        is through nothing is taken, so that one run at most is a part of a prompt, and no other has more than
-        _SHORT rows. That makes max(feature_window, _SHORT) + (feature_window - 1) + _SHORT rows, each with a
-        hidden state of each layer. Rows of drafts that were refused are not counted.
+        (see NewFeatures): behind the oldest of these less than `feature_window` tokens were computed. Before
+        a prompt is through nothing is taken, so that one run at most is a part of a prompt, and no other has
+        more than _SHORT rows. That makes max(feature_window, _SHORT) + (feature_window - 1) + _SHORT rows,
+        each with a hidden state of each layer. Sequences that pass together share memory (`rows_apart`):
+        where one holds steps that others have let go of, the others' rows of these are not counted.
 
         Where no layers are named there are no runs: the newest row of a sequence holds all that its step
         judged, 1 + `max_drafts` rows of each, and so does the one that was taken last. That makes two steps.

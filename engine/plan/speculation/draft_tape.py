@@ -206,11 +206,17 @@ class DraftView:
 
 
 class NewFeatures:
-    """What the target left and no drafter was given yet: of the newest `limit` positions, or a few more."""
+    """What the target left and no drafter was given yet: of the newest `limit` tokens, or a few more.
+
+    Tokens count as they were computed, refused drafts among them: rows that are kept hold the memory of all
+    that their step computed of the sequence.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._runs: deque[tuple[int, FeatureRows]] = deque()  # as TargetFeatures, one behind the other
+        # As TargetFeatures, one behind the other, and the tokens that were computed for each.
+        self._runs: deque[tuple[int, FeatureRows, int]] = deque()
+        self._num_behind = 0  # of these tokens, those of all runs but the oldest
         self._given: TargetFeatures | None = None  # the newest that was taken
 
     @property
@@ -225,17 +231,22 @@ class NewFeatures:
             newest = self._given.position
         return newest == position
 
-    def add(self, position: int, rows: FeatureRows) -> None:
-        """Keep what comes right behind the others; the token at `position` was drawn from its last row."""
+    def add(self, position: int, rows: FeatureRows, num_computed: int) -> None:
+        """Keep what comes right behind the others; the token at `position` was drawn from its last row.
+
+        The step computed `num_computed` tokens of the sequence.
+        """
         runs = self._runs
-        runs.append((position, rows))
-        while position - runs[0][0] >= self._limit:
+        self._num_behind += num_computed if runs else 0
+        runs.append((position, rows, num_computed))
+        while self._num_behind >= self._limit:
             runs.popleft()
+            self._num_behind -= runs[0][2]
 
     def take(self) -> tuple[TargetFeatures, ...]:
         """All of them, oldest first; none is new any longer."""
-        taken = tuple(TargetFeatures(position, rows) for position, rows in self._runs)
-        self._runs.clear()
+        taken = tuple(TargetFeatures(position, rows) for position, rows, _ in self._runs)
+        self._drop_runs()
         self._given = taken[-1] if taken else self._given
         return taken
 
@@ -245,8 +256,12 @@ class NewFeatures:
 
     def clear(self) -> None:
         """Forget them all."""
-        self._runs.clear()
+        self._drop_runs()
         self._given = None
+
+    def _drop_runs(self) -> None:
+        self._runs.clear()
+        self._num_behind = 0
 
 
 @dataclass(slots=True)

@@ -371,7 +371,7 @@ class SpeculativeDecoder:
         position = scheduled.first_position + scheduled.num_tokens
         if scheduled.samples:  # drafts may have been refused
             position = len(sequence.request.token_ids) - 1
-        sequence.features.add(position, rows)
+        sequence.features.add(position, rows, scheduled.num_tokens)
 
     def observe_pass(
         self, num_seqs: int, num_tokens: int, num_drafts: int, pass_s: float, step_s: float

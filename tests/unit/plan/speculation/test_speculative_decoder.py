@@ -429,15 +429,30 @@ def test_features_wait_for_the_drafter_up_to_its_window() -> None:
     features = NewFeatures(limit=4)
     assert features.position == -1
     for position, rows in ((5, "aaaaa"), (6, "b"), (8, "cc"), (9, "d")):
-        features.add(position, rows)
+        features.add(position, rows, len(rows))
     assert [run.hidden for run in features.take()] == ["b", "cc", "d"]
     assert features.take() == () and features.position == -1
     assert features.reach(9) and not features.reach(8)
     assert [run.hidden for run in features.take_again()] == ["d"]
     features.clear()
     assert features.take_again() == () and not features.reach(9)
-    features.add(30, "x" * 20)
+    features.add(30, "x" * 20, 20)
     assert features.position == 30, "the newest run is kept whole"
+
+
+def test_refused_drafts_count_among_the_features_that_are_kept() -> None:
+    """Their rows lie in the same memory, which is there as long as any of it is kept."""
+    world = World(reads_features=True)
+    request = world.open()
+    features = world.decoder._sequences["a"].features
+    features._limit = 8
+    for length in range(3, 9):
+        scheduled = ScheduledRequest("a", length - 1, 4, samples=True, num_drafts=3)
+        request.token_ids += [5]
+        world.decoder.keep_features(scheduled, "x")  # all three were refused
+    assert len(features.take()) == 2, "behind the older 4 tokens were computed, behind one more it were 8"
+    features.add(20, "y", 1)
+    assert [run.hidden for run in features.take()] == ["y"]
 
 
 def test_no_features_are_kept_of_a_request_that_no_reader_drafts_for() -> None:
