@@ -5,7 +5,7 @@ The layer is an EAGLE-3 layer that was trained for the target, or the MTP module
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import NamedTuple
@@ -26,6 +26,9 @@ from engine.plan.step_records import SamplingInputs
 # A guess that is less likely to come than this is not worth a row of the target's pass. What the layer
 # says of itself is too low.
 LEAST_CHANCE = 0.03
+# Rows that one round reads, but for those of a single sequence: after a pause all sequences have a window of
+# them, and what so many are computed in is memory that nobody has counted.
+MOST_ROWS = 4096
 
 
 @dataclass(slots=True)
@@ -111,8 +114,9 @@ class EagleDrafter:
         """A chain for each job with features of its newest token; whatever the layer raises comes through."""
         begin = perf_counter()
         with in_stream(self._stream):
-            turns = self._turns(jobs)
-            drawn = self._drawn(turns) if turns else {}
+            drawn: dict[str, Draft] = {}
+            for turns in _in_rounds(self._turns(jobs)):
+                drawn |= self._drawn(turns)
         if self._stream is not None:
             self._stream.synchronize()  # features may be freed from now on
         drafts = tuple(drawn.get(job.request.request_id) or _answer(job, (), None) for job in jobs)
@@ -222,6 +226,18 @@ class EagleDrafter:
             position=np.array([turn.job.num_committed for turn in turns], np.int64),
             num_logprobs=np.full(num_rows, -1, np.int32),
         )
+
+
+def _in_rounds(turns: Sequence[_Turn]) -> Iterator[Sequence[_Turn]]:
+    """The turns in their order, as many at a time as have MOST_ROWS together, one at least."""
+    first = num_rows = 0
+    for place, turn in enumerate(turns):
+        if place > first and num_rows + turn.num_rows > MOST_ROWS:
+            yield turns[first:place]
+            first, num_rows = place, 0
+        num_rows += turn.num_rows
+    if turns:
+        yield turns[first:]
 
 
 def newest_rows(runs: Sequence[TargetFeatures], limit: int) -> list[TargetFeatures]:

@@ -16,7 +16,7 @@ from engine.compute.drafters import eagle, eagle_loader, layer_chains
 from engine.compute.drafters.eagle import EagleDrafter, plant
 from engine.compute.drafters.eagle_layer import CONFIG_FILE, WEIGHTS_FILE
 from engine.compute.drafters.eagle_loader import EagleRoom, load_eagle_drafter, shipped_heads
-from engine.compute.drafters.eagle_round import Guess
+from engine.compute.drafters.eagle_round import Chain, EagleRound, Guess
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.dummy_steps import plain_sampling
 from engine.compute.sampling.sampler import Sampler
@@ -137,6 +137,35 @@ def test_a_batch_drafts_what_each_does_alone(
     assert [len(draft.token_ids) for draft in drafts] == [2, 5, 0]
     for job, draft in zip(jobs, drafts, strict=True):
         assert alone.draft([job]).drafts == (draft,)
+
+
+@pytest.mark.parametrize(
+    ("most", "rounds"), [(1, [16, 16, 8]), (23, [16, 16, 8]), (24, [24, 16]), (40, [40])]
+)
+def test_no_more_rows_are_read_at_a_time_than_memory_is_meant_for(
+    most: int,
+    rounds: list[int],
+    directory: Path,
+    target: LoadedModel,
+    features: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a pause every sequence has a window of them; what is drafted is the same."""
+    asked = [(Asking(name, features), num) for name, num in (("a", 40), ("b", 9), ("c", 60))]
+    jobs = [asking.job(num_known, 3) for asking, num_known in asked]
+    whole = load_eagle_drafter(directory, target, ROOM).draft(jobs).drafts
+    drafter = load_eagle_drafter(directory, target, ROOM)
+    monkeypatch.setattr(eagle, "MOST_ROWS", most)
+    run, seen = drafter._compute.run, []
+
+    def watched(work: EagleRound) -> list[Chain]:
+        seen.append(len(work.features))
+        return run(work)
+
+    monkeypatch.setattr(drafter._compute, "run", watched)
+    assert drafter.draft(jobs).drafts == whole
+    assert sorted(seen, reverse=True) == rounds and all(draft.token_ids for draft in whole)
+    assert drafter.draft([]).drafts == () and len(seen) == len(rounds)
 
 
 def test_it_starts_with_the_features_there_are(
