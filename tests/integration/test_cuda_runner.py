@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -590,6 +591,37 @@ def test_a_hook_reaches_passes_that_are_replayed(error: Exception, expected: typ
         module.register_forward_pre_hook(failing(error))
     with pytest.raises(expected):
         runner.launch(decode([0], 9))
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("stage", ["pass", "draw"])
+@pytest.mark.parametrize("waits", [None, RuntimeError("the device is lost")])
+def test_where_a_step_fails_the_device_is_done_with_it_first(
+    waits: Exception | None, stage: str, later: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks may be filled from the disk then, in another stream."""
+    runner = make_ahead()
+    moments: list[float] = []
+
+    def fail(*_: object) -> None:
+        moments.append(time.perf_counter())
+        raise RuntimeError("broken")
+
+    def wait(moment: float) -> None:
+        moments.append(moment)
+        if waits is not None:
+            raise waits
+
+    monkeypatch.setattr("engine.compute.cuda.cuda_runner.wait_for", wait)
+    if stage == "pass":
+        runner.pass_modules[0].register_forward_hook(fail)
+    else:
+        monkeypatch.setattr(runner._draw, "queue", fail)
+    inputs = replace(decode([0], 9), is_drawn_later=later)
+    with pytest.raises(RuntimeError, match="broken"):
+        runner.launch(inputs).draw(inputs.sampling)
+    failed, waited = moments
+    assert waited >= failed, "for all that was queued by then"
 
 
 @pytest.mark.parametrize("recorded", [True, False])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -58,9 +59,10 @@ class CudaRunner:
 
     A step's inputs go to the device in one copy and its tokens come back in one; adjusted logits and
     log-probabilities take a few more. Of drafts that are judged by chance the launch waits for the device and
-    does what ModelRunner does. Steps are of up to `max_rows` rows. Every method runs on the one thread that
-    made it; a launched step may be waited for on any. One with trees of drafts is waited for before the next
-    is launched: only then are the accepted ones at their positions.
+    does what ModelRunner does. Steps are of up to `max_rows` rows. Where a launch or a draw raises, the
+    device is done with what was queued of it. Every method runs on the one thread that made it; a launched
+    step may be waited for on any. One with trees of drafts is waited for before the next is launched: only
+    then are the accepted ones at their positions.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class CudaRunner:
     def launch(self, inputs: StepInputs) -> Launched:
         """Queue a step: move blocks, write K/V, attend, draw. See AheadRunner, and ModelRunner.run."""
         runner, device = self.parts, self.kv.device
-        with out_of_memory_named():
+        with self._done_where_it_fails(), out_of_memory_named():
             runner.reserve(inputs.moves)
             start = mark(device)
             num_bytes = runner.move(inputs.moves)
@@ -132,6 +134,19 @@ class CudaRunner:
         if not inputs.is_drawn_later:
             launched.draw(inputs.sampling)
         return launched
+
+    @contextmanager
+    def _done_where_it_fails(self) -> Iterator[None]:
+        """Have the device be done with what was queued of a step before an error of it comes through.
+
+        Its blocks are others' from then on, who may fill them in another stream, from the disk.
+        """
+        try:
+            yield
+        except Exception:
+            with suppress(Exception):  # the error that is on its way says more
+                wait_for(mark(self.kv.device))
+            raise
 
     def _pass(self, inputs: StepInputs) -> DevicePass:
         """The pass, recorded or not, over tokens that the last launch has drawn."""
@@ -147,7 +162,7 @@ class CudaRunner:
         inputs, under_way, runner = step.inputs, step.under_way, self.parts
         drafts = None if inputs.drafts is None else DraftRows.of(inputs.drafts)
         begin = mark(self.kv.device)
-        with out_of_memory_named():
+        with self._done_where_it_fails(), out_of_memory_named():
             if self._can_wait(drafts, sampling):
                 drawn = self._draw.queue(under_way, sampling)
                 self._places = under_way.places
