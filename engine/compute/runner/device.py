@@ -69,8 +69,14 @@ def seconds_between(begin: Mark, end: Mark) -> float:
     return float(begin.elapsed_time(end)) / 1000
 
 
-# Of errors that have no type of their own: the CPU's allocator, the driver, and the libraries upon it.
-_SIGNS = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+# Of errors that have no type of their own: the CPU's allocator, the driver, by torch and by Triton, and the
+# libraries upon it. Triton loads a kernel where it is first launched, which takes memory of the driver's.
+_SIGNS = (
+    "DefaultCPUAllocator",
+    "CUDA error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 
 
 @contextmanager

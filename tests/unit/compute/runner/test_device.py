@@ -13,6 +13,7 @@ from engine.compute.runner.device import is_out_of_memory
         MemoryError(),
         RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"),
         RuntimeError("CUDA error: out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ],
 )
@@ -22,7 +23,12 @@ def test_no_room(error: Exception) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [RuntimeError("boom"), ValueError("DefaultCPUAllocator"), RuntimeError("CUDA error: device-side")],
+    [
+        RuntimeError("boom"),
+        ValueError("DefaultCPUAllocator"),
+        RuntimeError("CUDA error: device-side"),
+        RuntimeError("Triton Error [CUDA]: invalid argument"),
+    ],
 )
 def test_another_failure(error: Exception) -> None:
     assert not is_out_of_memory(error)
