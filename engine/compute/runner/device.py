@@ -81,12 +81,19 @@ _SIGNS = (
 
 @contextmanager
 def out_of_memory_named() -> Iterator[None]:
-    """Have a pass that runs out of memory raise OutOfDeviceMemory; other errors come through."""
+    """Have a pass that runs out of memory raise OutOfDeviceMemory; other errors come through.
+
+    Where it was the driver that had none, it gets back what torch keeps for later: the next try would find no
+    more of it. Torch's allocator has done that by itself before it says so.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
+        has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if has_cuda and not isinstance(error, torch.OutOfMemoryError):
+            torch.cuda.empty_cache()
         raise OutOfDeviceMemory("The forward pass ran out of memory.") from error
 
 
