@@ -9,6 +9,7 @@ import torch
 
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.swap_tensors import SwapTensors
+from engine.compute.runner.device import in_stream
 from engine.plan.step_records import BlockCopy
 
 _STAGED = 16  # blocks of a call, where they go through memory of their own
@@ -74,7 +75,7 @@ class DeviceBlockBytes:
 
     def outgoing(self, block_ids: Sequence[int]) -> Sequence[Sequence[memoryview]]:
         """See BlockBytes."""
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        with torch.inference_mode(), in_stream(self._stream):
             self._outgoing.copy_out([BlockCopy(block_id, i) for i, block_id in enumerate(block_ids)])
         self._stream.synchronize()
         return [[row] for row in self._rows[self._outgoing][: len(block_ids)]]
@@ -85,6 +86,6 @@ class DeviceBlockBytes:
 
     def accept(self, block_ids: Sequence[int]) -> None:
         """Copy them from the host's memory to the device."""
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        with torch.inference_mode(), in_stream(self._stream):
             self._incoming.copy_in([BlockCopy(i, block_id) for i, block_id in enumerate(block_ids)])
         self._stream.synchronize()

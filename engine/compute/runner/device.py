@@ -16,7 +16,7 @@ Mark = float | torch.cuda.Event
 def make_current(device: torch.device) -> None:
     """Have the calling thread's work go to `device` where none is named: kernels, streams, graphs.
 
-    Each thread begins with GPU 0. One that enters a stream need not call this: its device is current inside.
+    Each thread begins with GPU 0. One that enters a stream by `in_stream` need not call this.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -32,11 +32,15 @@ def own_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def in_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    """Have what the thread queues meanwhile go into `stream`, whose device is current then.
+    """Have what the thread queues meanwhile go into `stream`, whose device is current then, and from then on.
 
-    None is the stream that is current anyway.
+    To make the one before current again, GPU 0 in a new thread, would set that one up: hundreds of megabytes
+    of it, or an error where others have them. None is the stream that is current anyway.
     """
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
+    if stream is None:
+        return nullcontext()
+    make_current(stream.device)
+    return torch.cuda.stream(stream)
 
 
 def gpu_has_bfloat16(device: torch.device) -> bool:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 import torch
 
-from engine.compute.attention.block_bytes import block_bytes_of
+from engine.compute.attention.block_bytes import DeviceBlockBytes, block_bytes_of
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
 from tests.support.packed import random_kv
@@ -26,6 +30,39 @@ def test_a_block_goes_through_its_bytes_and_its_neighbours_stay() -> None:
         for piece, place in zip(pieces, places, strict=True):
             place[:] = piece
     incoming.accept([0, 3])
+    for got, old, sent in zip(target.tensors, before.tensors, source.tensors, strict=True):
+        assert torch.equal(got[[0, 3]], sent[[1, 4]])
+        assert torch.equal(got[[1, 2, 4, 5]], old[[1, 2, 4, 5]])
+
+
+def test_a_devices_blocks_go_through_memory_of_the_host_in_a_stream_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each call is waited for before it comes back."""
+    events: list[str] = []
+
+    class Stream:
+        def __init__(self, _device: torch.device) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            events.append("waited")
+
+    @contextmanager
+    def entered(stream: Stream) -> Iterator[None]:
+        events.append("entered")
+        yield
+        events.append("left")
+
+    monkeypatch.setattr("torch.cuda.Stream", Stream)
+    monkeypatch.setattr("engine.compute.attention.block_bytes.in_stream", entered)
+    source, target, before = make_kv(1), make_kv(2), make_kv(2)
+    outgoing, incoming = DeviceBlockBytes(source), DeviceBlockBytes(target)
+    assert outgoing.block_bytes == source.block_bytes
+    for (piece,), (place,) in zip(outgoing.outgoing([1, 4]), incoming.incoming([0, 3]), strict=True):
+        place[:] = piece
+    incoming.accept([0, 3])
+    assert events == ["entered", "left", "waited"] * 2
     for got, old, sent in zip(target.tensors, before.tensors, source.tensors, strict=True):
         assert torch.equal(got[[0, 3]], sent[[1, 4]])
         assert torch.equal(got[[1, 2, 4, 5]], old[[1, 2, 4, 5]])

@@ -1,9 +1,14 @@
 """Which failures mean that there was no room."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from engine.compute.runner.device import is_out_of_memory, out_of_memory_named
+from engine.compute.runner.device import in_stream, is_out_of_memory, out_of_memory_named
 from engine.errors import OutOfDeviceMemory
 
 
@@ -53,3 +58,23 @@ def test_a_driver_without_memory_gets_back_what_torch_keeps_for_later(
     with pytest.raises(OutOfDeviceMemory if is_out_of_memory(error) else RuntimeError), out_of_memory_named():
         raise error
     assert bool(emptied) == (is_emptied and has_cuda)
+
+
+def test_a_thread_that_enters_a_stream_stays_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch leaves a stream: for the device that was current before, which it sets up for that."""
+    current, seen = [0], []
+
+    @contextmanager
+    def stream(entered: Any) -> Iterator[None]:
+        before, current[0] = current[0], entered.device.index
+        yield
+        current[0] = before
+        seen.append(before)
+
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: current.__setitem__(0, device.index))
+    monkeypatch.setattr("torch.cuda.stream", stream)
+    with in_stream(SimpleNamespace(device=torch.device("cuda", 1))):  # type: ignore[arg-type]
+        assert current == [1]
+    assert current == seen == [1]
+    with in_stream(None):
+        assert current == [1]
