@@ -17,6 +17,7 @@ from engine.compute.runner.dummy_steps import Part
 from engine.compute.runner.model_runner import ForDrafts
 from engine.errors import RewindError
 from engine.plan.step_records import BlockMoves, StateCopy, StepInputs, StepResult
+from tests.support.device_waits import WaitingRefused
 from tests.support.packed import random_tokens
 from tests.support.recorded import Playback, TabledReference
 from tests.support.recurrent import make_recurrent_runner, pack_slots, whole_logits, with_drafts
@@ -198,3 +199,15 @@ def test_layers_without_a_kernel_run_as_before(family: str, caplog: pytest.LogCa
         agree(ahead.run(inputs), plain.run(inputs))
         agree_on_memory(ahead, plain)
     assert not replayed
+
+
+@pytest.mark.parametrize("family", ["rwkv", "mamba", "mamba2"])
+@pytest.mark.parametrize("course", COURSES)
+def test_what_is_not_recorded_is_not_waited_for_either(family: str, course: str) -> None:
+    """States that torch's operations advance, of sequences with as many tokens or others each."""
+    plain = make_plain(family)
+    runner = CudaRunner(plain, 64, LIMITS, Playback())
+    for inputs in COURSES[course]:
+        with WaitingRefused():  # type: ignore[no-untyped-call]
+            step = runner.launch(inputs)
+        assert step.wait().rows.row_errors is None

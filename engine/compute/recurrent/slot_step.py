@@ -44,7 +44,8 @@ class ScanBlock(NamedTuple):
     slots: Index  # [n]
     valid: Tensor | None  # [n, T]
     taken: Tensor | None  # [n, T]
-    valid_rows: Tensor | None  # of M, in the order of valid places
+    valid_places: Tensor | None  # of n * T: a device would be waited for to find them in the mask
+    valid_rows: Tensor | None  # of M, in the same order
 
     def take(self, rows: Tensor) -> Tensor:
         """The block's share of [M, ...]: [n, T, ...]."""
@@ -53,8 +54,8 @@ class ScanBlock(NamedTuple):
     def put(self, output: Tensor, mixed: Tensor) -> None:
         """Write [n, T, ...] to its rows of [M, ...]."""
         if self.valid is not None:
-            assert self.valid_rows is not None
-            output.index_copy_(0, self.valid_rows, mixed[self.valid])
+            assert self.valid_places is not None and self.valid_rows is not None
+            output.index_copy_(0, self.valid_rows, mixed.flatten(0, 1).index_select(0, self.valid_places))
         else:
             put(output, self.rows, mixed.flatten(0, 1))
 
@@ -204,6 +205,7 @@ class SlotStep:
             self._index(slots),
             None if valid.all() else on_device(valid, self._device).bool(),
             None if taken.all() else on_device(taken, self._device).bool(),
+            None if valid.all() else self._tensor(np.flatnonzero(valid)),
             None if valid.all() else self._tensor(rows[valid]),
         )
 
