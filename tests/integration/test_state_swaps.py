@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from config import load_settings
 from engine.compute.attention.kv_tensors import bytes_per_block
 from engine.compute.recurrent.recurrent_runner import RecurrentRunner
 from engine.compute.recurrent.slot_states import HostStates, state_bytes
+from engine.compute.runner.device import Mark, mark
 from engine.compute.runner.dummy_steps import Part
 from engine.plan.kv.paged_kv_manager import Rewindable
 from engine.plan.request import Request
@@ -175,6 +177,30 @@ def test_bytes_of_states_are_counted_with_those_of_blocks(family: str, num_block
         moves=BlockMoves(states_in=(StateCopy(1, 2),), swap_in=(BlockCopy(0, 2),) * num_blocks),
     )
     assert runner.run(back).swap_bytes == each + num_blocks * block_bytes
+
+
+def test_memory_of_the_host_is_taken_before_the_clock_of_a_swap_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes long where it is pinned, and only once."""
+    runner = make_recurrent_runner("granite_hybrid", host_room=(8, 2))
+    step = pack_slots({0: Part(random_tokens(np.random.default_rng(1), 6), 0, 6, range(16))})
+    runner.run(step)
+    events: list[str] = []
+    room = HostStates._room
+
+    def seen_room(host: HostStates, like: torch.Tensor) -> torch.Tensor:
+        events.append("memory")
+        return room(host, like)
+
+    def seen_mark(device: torch.device) -> Mark:
+        events.append("mark")
+        return mark(device)
+
+    monkeypatch.setattr(HostStates, "_room", seen_room)
+    monkeypatch.setattr("engine.compute.recurrent.recurrent_runner.mark", seen_mark)
+    moves = BlockMoves(swap_out=(BlockCopy(0, 1),), states_out=(StateCopy(0, 1),))
+    result = runner.run(replace(step, moves=moves))
+    assert result.swap_bytes and result.swap_s > 0
+    assert "memory" in events and "memory" not in events[events.index("mark") :]
 
 
 @pytest.mark.by_default

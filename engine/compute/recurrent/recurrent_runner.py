@@ -96,7 +96,8 @@ class RecurrentRunner:
         return draw_isolated(self._verifier, logits, inputs.sampling, inputs.drafts)
 
     def reserve(self, moves: BlockMoves) -> None:
-        """Take the host memory that `move` will copy blocks to."""
+        """Take the host memory that `move` will copy to: its time is no part of the swap rate."""
+        self._host_states.reserve(copy.target for copy in moves.states_out)
         if self._swap is not None:
             self._swap.reserve(copy.target for copy in moves.swap_out)
 

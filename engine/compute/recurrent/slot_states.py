@@ -90,7 +90,7 @@ class Snapshots:
 class HostStates:
     """Room in host memory for the states of `num` sequences, with the rows of the drafts behind them.
 
-    Memory is taken when a state is first kept in a place. Used on the model's thread only.
+    Memory is taken when a place is first reserved. Used on the model's thread only.
     """
 
     def __init__(self, slots: SlotStates, num: int) -> None:
@@ -103,12 +103,16 @@ class HostStates:
         """What a state takes."""
         return sum(tensor[0].nbytes for tensor in self._slots.tensors)
 
-    def save(self, copies: Sequence[StateCopy]) -> None:
-        """Copy all that is in slots into places here."""
-        for slot, place in copies:
+    def reserve(self, places: Iterable[int]) -> None:
+        """Take the memory of these places, where that has not been done."""
+        for place in places:
             assert place < self.num, f"host state {place} is none of the {self.num}"
             if place not in self._kept:
                 self._kept[place] = _HostState([self._room(tensor[0]) for tensor in self._slots.tensors])
+
+    def save(self, copies: Sequence[StateCopy]) -> None:
+        """Copy all that is in slots into places here, which are reserved."""
+        for slot, place in copies:
             kept = self._kept[place]
             for target, source in zip(kept.tensors, self._slots.tensors, strict=True):
                 target.copy_(source[slot], non_blocking=True)
