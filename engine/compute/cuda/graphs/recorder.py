@@ -37,11 +37,13 @@ class CudaRecorder:
         """See Recorder. Work that waits for the device is refused before anything is recorded."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            work()  # compiles and loads kernels, and has libraries take their memory for this stream
-            with _waiting_refused():
-                work()
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                work()  # compiles and loads kernels, and has libraries take their memory for this stream
+                with _waiting_refused():
+                    work()
+        finally:  # what it works in may be let go of, and be another's next
+            current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # The outer context brings the current stream back where the inner one fails at its end. Other threads
         # may use the device meanwhile: only what this one does can spoil the recording.
