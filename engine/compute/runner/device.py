@@ -31,6 +31,11 @@ def own_stream(device: torch.device) -> torch.cuda.Stream | None:
     return stream
 
 
+def idle_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream that waits for nothing, to look at what the host knows to be there; None on a CPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
 def in_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
     """Have what the thread queues meanwhile go into `stream`, whose device is current then, and from then on.
 
