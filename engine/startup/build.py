@@ -44,6 +44,7 @@ from engine.startup.build_speculation import (
     load_sources,
     make_decoder,
     max_draft_tokens,
+    told_bytes,
     use_kernels,
 )
 from engine.startup.cpu_limit import thread_counts, usable_cores, whole_cores
@@ -127,7 +128,7 @@ def put_together(
 
     def coming(num_seqs: int) -> int:
         held = for_drafts.held_bytes(loaded, num_seqs, max_draft_tokens(sources))
-        return held + (files.coming if files else 0)
+        return held + told_bytes(settings, loaded, num_seqs) + (files.coming if files else 0)
 
     room = measure_kv_room(settings, loaded, sampler, gauge, sizes, coming)  # of what drafters have left
     num_blocks, step, host = room.count_blocks(), room.sizes, room.count_host_room()

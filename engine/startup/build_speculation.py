@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from config import Settings, SpeculationSettings
 from config.speculative_config import DraftTuning
 from engine.compute.drafters.draft_loader import TargetRoom, is_on_host, load_draft_model
@@ -36,6 +38,7 @@ from engine.startup.host_memory import memory_bytes
 
 # The longest draft where the settings leave it open.
 MODEL_FREE_TOKENS, MODEL_TOKENS, HEADS_TOKENS = 32, 4, 6
+_DRAFT_MODELS = ("auto", "draft-model")  # methods
 # What heads keep of sequences may take this part of the target's K/V.
 _HEADS_KV_SHARE = 0.1
 
@@ -54,7 +57,7 @@ def load_sources(
     if method == "auto" and speculation.medusa_heads is not None and speculation.draft_heads is not None:
         raise StartRefused("--medusa-heads and --draft-heads: one of them can read the model. Leave one out.")
     sources = model_free_sources(speculation)
-    if method in ("auto", "draft-model") and speculation.draft_model is not None:
+    if method in _DRAFT_MODELS and speculation.draft_model is not None:
         own = draft_model_room(settings, target, room)
         model = load_draft_model(settings, target, directory, own)
         sources.append(DraftSource(model, asked or MODEL_TOKENS, max_num_lanes=model.max_num_lanes))
@@ -82,6 +85,20 @@ def draft_model_room(settings: Settings, target: LoadedModel, room: TargetRoom) 
     """What a draft model takes a share of: on the CPU beside a GPU no more than the host has free."""
     host = memory_bytes() if is_on_host(settings, target) else None
     return room if host is None else room._replace(kv_bytes=min(room.kv_bytes, host[1]))
+
+
+def told_bytes(settings: Settings, target: LoadedModel, num_seqs: int) -> int:
+    """The most that so many sequences hold beside the target of what a draft model's drafts were drawn from.
+
+    Under `match` it is not told. Else each draft of a tape has a number of 32 bits for each token: those that
+    are being verified, up to the longest draft, and as many and one more that are made meanwhile.
+    """
+    speculation = settings.speculation
+    is_drafting = speculation.draft_model is not None and speculation.speculative_method in _DRAFT_MODELS
+    if not is_drafting or speculation.draft_verification == "match" or is_on_host(settings, target):
+        return 0
+    longest = speculation.num_speculative_tokens or MODEL_TOKENS
+    return num_seqs * (2 * longest + 1) * target.vocab_size * torch.float32.itemsize
 
 
 def eagle_room(room: TargetRoom) -> EagleRoom:

@@ -36,7 +36,13 @@ from engine.compute.loading.support import Architecture, weight_format_of
 from engine.compute.runner.model_runner import ForDrafts
 from engine.embeddings.service import BATCH_TOKENS
 from engine.errors import StartRefused
-from engine.startup.build_speculation import eagle_room, find_heads, find_module, foreseen_draft_tokens
+from engine.startup.build_speculation import (
+    eagle_room,
+    find_heads,
+    find_module,
+    foreseen_draft_tokens,
+    told_bytes,
+)
 from engine.startup.step_sizes import NOTHING_BESIDE, MemoryBeside, numbers_of_token
 
 log = logging.getLogger("slipstream.engine")
@@ -132,7 +138,8 @@ def _draft_model(settings: Settings, target: LoadedModel, *, may_fetch: bool) ->
 
     def kept(room: TargetRoom) -> int:
         sizes = draft_sizes(outline, target.vocab_size, room)
-        return draft_kv_bytes(outline, sizes) + graph_bytes(outline, draft_graphs(outline, sizes))
+        told = told_bytes(settings, target, room.max_num_seqs)
+        return draft_kv_bytes(outline, sizes) + graph_bytes(outline, draft_graphs(outline, sizes)) + told
 
     return DrafterMemory(weight_bytes(outline.model), kept)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,19 @@ def test_a_draft_model_keeps_what_it_takes_for_k_v_and_its_recorded_steps(
     assert told.kept_bytes(room) == sum(each.nbytes for each in tensors.tensors) + recorded
 
 
+def test_what_drafts_were_drawn_from_is_kept_where_it_is_told(draft: Path) -> None:
+    def kept(*more: str) -> int:
+        return beside("--draft-model", str(draft), *more).kept_bytes(ROOMS[0])
+
+    of_one = load_tiny("llama").vocab_size * 4
+    told = ("--draft-verification", "rejection")
+    assert kept(*told) - kept() == 4 * (2 * 4 + 1) * of_one, "four being verified, five more on the way"
+    longer = ("--num-speculative-tokens", "7")
+    assert kept("--draft-verification", "block", *longer) - kept(*longer) == 4 * (2 * 7 + 1) * of_one
+    for more in (("--draft-device", "cpu"), ("--speculative-method", "ngram")):
+        assert kept(*told, *more) == 0
+
+
 @pytest.mark.parametrize(("slabs_bytes", "num_slabs"), [(1 << 26, 4), (3.5, 3), (0, 1)])
 def test_a_layer_keeps_what_its_slabs_take(slabs_bytes: float, num_slabs: int, layer: Path) -> None:
     """For all seats, for as many as a tenth of the target's K/V holds, and for one at least.
@@ -277,15 +291,20 @@ def test_a_start_sets_aside_what_sequences_will_hold_for_the_drafter_that_it_has
     monkeypatch.setattr(build, "measure_kv_room", measure_room)
     model = str(save_tiny_model("llama", tmp_path))
     flags = (model, "--kv-cache-memory", "1MiB", "--dtype", "float32", "--num-speculative-tokens", "5")
-    for more, reads in (
-        (("--draft-heads", str(layer)), ForDrafts("match", True, (0, 1, 1), WINDOW)),
-        ((), None),
-    ):
+    target = load_tiny("llama")
+    reads = ForDrafts("match", True, (0, 1, 1), WINDOW)
+    cases: list[tuple[tuple[str, ...], Callable[[int], int]]] = [
+        ((), lambda _: 0),
+        (("--draft-heads", str(layer)), lambda seats: reads.held_bytes(target, seats, 5)),
+        (("--draft-model", model), lambda _: 0),
+        (
+            ("--draft-model", model, "--draft-verification", "rejection"),
+            lambda seats: seats * 11 * target.vocab_size * 4,
+        ),
+    ]
+    for more, expected in cases:
         load_parts(load_settings([*flags, *more], WITHOUT_KERNELS))
-        expected = [
-            0 if reads is None else reads.held_bytes(load_tiny("llama"), seats, 5) for seats in (1, 7)
-        ]
-        assert [asked[-1](seats) for seats in (1, 7)] == expected
+        assert [asked[-1](seats) for seats in (1, 7)] == [expected(1), expected(7)], more
 
 
 def test_the_doctor_tells_what_is_set_aside_for_features_on_a_gpu_alone(layer: Path) -> None:
