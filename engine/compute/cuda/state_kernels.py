@@ -183,8 +183,14 @@ def selective_kernel(
 
 @triton.jit
 def _softplus(x):
-    """log(1 + exp(x)), as torch's: x itself where they are equal."""
-    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+    """log(1 + exp(x)), as torch's: x itself where they are equal.
+
+    Where exp(x) is small a series: of the sum most of its digits would be lost.
+    """
+    grown = tl.exp(tl.minimum(x, 20.0))
+    small = tl.minimum(grown, 0.0625)
+    series = small * (1.0 - small * (1 / 2 - small * (1 / 3 - small * (1 / 4 - small * (1 / 5 - small / 6)))))
+    return tl.where(x > 20.0, x, tl.where(grown < 0.0625, series, tl.log(1.0 + grown)))
 
 
 @triton.jit

@@ -38,11 +38,13 @@ from tests.support.scan_cases import (
 from tests.support.tabled_scans import TabledScans
 
 triton = pytest.importorskip("triton")
+tl = triton.language
 if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
 from engine.compute.cuda import state_scans  # noqa: E402
 from engine.compute.cuda.fused_model import with_scans  # noqa: E402
+from engine.compute.cuda.state_kernels import _softplus  # noqa: E402
 from engine.compute.cuda.state_scans import CHUNK, TritonScans, may_have_chunks  # noqa: E402
 from tests.support.interpreter import with_all_numbers  # noqa: E402
 
@@ -361,3 +363,18 @@ def test_what_is_between_a_convolution_and_a_norm_is_computed_at_once(
 def test_sizes_that_it_does_not_compute_are_left_to_torch(case: ScanCase) -> None:
     chosen = case.of((3,), (1,))
     assert all(torch.equal(a, b) for a, b in zip(chosen.run(SCANS), chosen.run(None), strict=True))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def softplus_kernel(given: Any, made: Any) -> None:
+    places = tl.arange(0, 512)
+    tl.store(made + places, _softplus(tl.load(given + places)))
+
+
+def test_a_step_that_is_nearly_nothing_keeps_its_digits() -> None:
+    """1 + exp(-10) in float32 has lost three of them."""
+    numbers = torch.linspace(-60.0, 40.0, 512)
+    found = torch.empty_like(numbers)
+    softplus_kernel[(1,)](numbers, found)
+    expected = torch.nn.functional.softplus(numbers.double())
+    torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=0.0)
