@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from engine.compute.steady_numbers import alike
+from engine.compute.steady_numbers import alike, steady_product
 
-_ROWS = 8  # of one product: a decode alone pays for as many
 _OF_NUMBERS = frozenset((F.silu, F.gelu, torch.sigmoid, Tensor.sigmoid))
 MOST_NARROW = 1 << 19  # weights of a linear: each call makes floats of them
 
@@ -43,10 +42,7 @@ def keep_rows(model: nn.Module) -> int:
 
 def block_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As F.linear, of rows [.., inputs] in the type they have; sums are float32, and a row's bits its own."""
-    flat = rows.reshape(-1, rows.shape[-1]).float()  # [N, inputs]
-    blocks = F.pad(flat, (0, 0, 0, -len(flat) % _ROWS)).view(-1, _ROWS, flat.shape[-1])
-    sums = torch.bmm(blocks, weight.float().t().expand(len(blocks), -1, -1))  # [blocks, 8, outputs]
-    product = sums.view(-1, len(weight))[: len(flat)]
+    product = steady_product(rows.reshape(-1, rows.shape[-1]).float(), weight.float())  # [N, outputs]
     product = product if bias is None else product + bias
     return product.to(rows.dtype).view(*rows.shape[:-1], len(weight))
 

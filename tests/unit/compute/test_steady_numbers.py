@@ -1,4 +1,4 @@
-"""A function of every number rounds a row alike, alone and among many, whatever threads share them."""
+"""Functions of every number, and products, round a row alike, alone and among many."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.compute.steady_numbers import alike
+from engine.compute.steady_numbers import alike, in_blocks, steady_product
 
 FUNCTIONS = {"softplus": F.softplus, "sigmoid": torch.sigmoid, "SiLU": F.silu, "GELU": F.gelu}
 
@@ -39,3 +39,34 @@ def test_a_row_has_the_same_bits_in_any_company(
 
 def test_of_no_rows_there_is_nothing() -> None:
     assert alike(F.softplus, torch.empty(0, 5)).shape == (0, 5)
+
+
+def of_many(rows: Tensor) -> Tensor:
+    """A product that rounds a row by how many there are, on any machine."""
+    return rows @ torch.ones(rows.shape[-1], 3, dtype=rows.dtype) * (1 + rows.shape[-2] / 100)
+
+
+@pytest.mark.parametrize("shape", [(40, 6), (2, 21, 6), (1, 3, 16, 6)])
+def test_a_row_has_its_product_in_any_company(shape: tuple[int, ...]) -> None:
+    rows = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    whole, count = in_blocks(of_many, rows), shape[-2]
+    torch.testing.assert_close(whole, rows.sum(-1, keepdim=True).expand(*shape[:-1], 3) * 1.08)
+    for first, stop in ((0, 1), (1, 3), (3, 12), (count - 4, count)):
+        assert torch.equal(in_blocks(of_many, rows[..., first:stop, :]), whole[..., first:stop, :])
+
+
+def test_of_no_rows_there_is_no_product_and_fewer_bits_are_multiplied_at_once() -> None:
+    assert in_blocks(of_many, torch.empty(2, 0, 6)).shape == (2, 0, 3)
+    rows = torch.ones(40, 6, dtype=torch.bfloat16)
+    assert torch.equal(in_blocks(of_many, rows), of_many(rows))
+
+
+@pytest.mark.parametrize("outputs", [1, 3, 64, 1024])
+@pytest.mark.parametrize("inputs", [32, 160, 2048])
+def test_so_it_has_of_torchs_products(inputs: int, outputs: int, num_threads: int) -> None:
+    generator = torch.Generator().manual_seed(num_threads)
+    rows, weight = (torch.randn(count, inputs, generator=generator) for count in (40, outputs))
+    whole = steady_product(rows, weight)
+    torch.testing.assert_close(whole, F.linear(rows, weight), rtol=1e-4, atol=1e-4)
+    for first, stop in ((0, 1), (1, 3), (3, 20), (36, 40)):
+        assert torch.equal(steady_product(rows[first:stop], weight), whole[first:stop])

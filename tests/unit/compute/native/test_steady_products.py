@@ -108,6 +108,15 @@ def test_a_linear_that_is_wide_or_steady_stays_as_it_is(monkeypatch: pytest.Monk
     assert keep_rows(nn.Sequential(OfMany(1024, 513))) == 0
 
 
+@pytest.mark.parametrize("outputs", [1, 2, 16])
+def test_a_product_of_few_outputs_gives_a_row_its_bits(outputs: int) -> None:
+    torch.manual_seed(0)
+    rows, weight = torch.randn(40, 2048), torch.randn(outputs, 2048)
+    whole = block_product(rows, weight)
+    for first, stop in ((0, 1), (7, 9), (30, 40)):
+        assert torch.equal(block_product(rows[first:stop], weight), whole[first:stop])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_product_is_torchs(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
