@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from engine.compute.steady_numbers import in_blocks
+
 _NAME = "slipstream_latent"
 
 
@@ -37,12 +39,13 @@ class LatentKv:
         """Queries [1, heads, N, key_dim] as they are scored against stored keys."""
         by_key, _ = self.weights()
         plain, rotated = query[..., : by_key.shape[1]], query[..., by_key.shape[1] :]
-        return torch.cat((torch.matmul(plain, by_key), rotated), dim=-1)
+        return torch.cat((in_blocks(lambda block: block @ by_key, plain), rotated), dim=-1)
 
     def expand(self, attended: Tensor) -> Tensor:
         """The values [1, N, heads, value_dim] of what was attended to, [1, N, heads, rank]."""
         _, by_value = self.weights()
-        return torch.matmul(attended.transpose(1, 2), by_value.transpose(1, 2)).transpose(1, 2)
+        by_row = by_value.transpose(1, 2)
+        return in_blocks(lambda block: block @ by_row, attended.transpose(1, 2)).transpose(1, 2)
 
     def weights(self) -> tuple[Tensor, Tensor]:
         """Each head's part of `kv_b_proj` for keys and for values: [heads, its dim, rank]."""

@@ -33,7 +33,7 @@ from engine.compute.recurrent.state_space import (
     structured_scan,
 )
 from engine.compute.recurrent.wkv import previous_scan, wkv_scan
-from engine.compute.steady_numbers import alike
+from engine.compute.steady_numbers import alike, in_blocks, steady_product
 
 
 def _alone(_layer: Any, output: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def _mamba_mix(layer: Any, rows: PassRows, slots: LayerSlots) -> Tensor:
     steps, b, c = layer.x_proj(inputs).split(sizes, dim=-1)
     if hasattr(layer, "dt_layernorm"):
         steps, b, c = layer.dt_layernorm(steps), layer.b_layernorm(b), layer.c_layernorm(c)
-    steps = F.linear(steps, layer.dt_proj.weight).float() + layer.dt_proj.bias.float()
+    steps = steady_product(steps, layer.dt_proj.weight).float() + layer.dt_proj.bias.float()
     rates = -torch.exp(layer.A_log.float())  # [channels, state]
     inputs = inputs.float()
     given = SelectiveInputs(inputs, alike(F.softplus, steps), rates, b.float(), c.float())
@@ -408,11 +408,11 @@ def _lru_mix(layer: Any, rows: PassRows, slots: LayerSlots) -> Tensor:
     heads = _heads(inputs, lru.num_attention_heads).transpose(0, 1)  # [heads, M, width]
 
     def gate(weight: Tensor, bias: Tensor) -> Tensor:
-        return alike(torch.sigmoid, torch.baddbmm(bias[:, None], heads, weight).transpose(0, 1).flatten(1))
+        gates = in_blocks(lambda block: torch.baddbmm(bias[:, None], block, weight), heads)
+        return alike(torch.sigmoid, gates.transpose(0, 1).flatten(1))
 
     logs = -8.0 * gate(lru.recurrent_gate_weight, lru.recurrent_gate_bias) * F.softplus(lru.recurrent_param)
-    scale = (1 - torch.exp(2 * logs)).sqrt()
-    scale.index_fill_(0, slots.step.begins, 1.0)  # a sequence's first token comes in whole
+    scale = (1 - torch.exp(2 * logs)).sqrt().index_fill_(0, slots.step.begins, 1.0)  # first tokens come whole
     fed = inputs * gate(lru.input_gate_weight, lru.input_gate_bias) * scale.to(inputs.dtype)
     return diagonal_scan(fed.float(), torch.exp(logs).float(), slots).to(inputs.dtype)
 
