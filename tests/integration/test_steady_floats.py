@@ -20,15 +20,21 @@ from tests.support.recurrent_classes import loaded_from, model_of
 from tests.support.speculated import single_threaded
 
 _LATENTS = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "qk_head_dim": 96}
-# What torch multiplies beside kernels: steps, gates of states, latents. Sizes are what kernels need, and so
-# large that torch rounds by company.
+_DELTA = {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+# What torch multiplies, or computes of every number, beside kernels: steps, gates of states, latents, gates
+# of attention and of shared experts. Sizes are what kernels need, and so large that torch rounds by company.
 CLASSES: dict[str, dict[str, Any]] = {
     "FalconMamba": {"time_step_rank": 64},
     "Jamba": {"mamba_dt_rank": 64, "num_attention_heads": 2, "num_key_value_heads": 1},
     "Mamba": {"time_step_rank": 64},
     "RecurrentGemma": {"lru_width": 256, "head_dim": 32},
+    "BailingHybrid": _LATENTS | {"head_dim": 32, "linear_head_dim": 32},
     "DeepseekV3": _LATENTS | {"head_dim": 32},
     "KimiLinear": _LATENTS | {"linear_head_dim": 32},
+    "Laguna": {"head_dim": 32},
+    "Lfm3": {"head_dim": 32},
+    "Qwen3Next": _DELTA,
+    "Qwen3_5Moe": _DELTA,
 }
 
 

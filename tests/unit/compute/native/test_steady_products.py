@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.activations import GELUActivation
+from transformers.activations import GELUActivation, SiLUActivation
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
@@ -66,17 +67,32 @@ def test_a_row_has_the_same_bits_in_any_company(kind: Any, biases: int, dtype: t
             )
 
 
+class MLP(nn.Module):
+    """As some of transformers are."""
+
+    __module__ = "transformers.models.any.modeling_any"
+
+    def forward(self, gate: torch.Tensor) -> torch.Tensor:
+        return F.silu(gate) * torch.sigmoid(gate)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_so_has_one_behind_a_gated_norm_or_gelu(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "made",
+    [Zamba2RMSNormGated(46, group_size=23), MLP(), GELUActivation(), SiLUActivation()],
+    ids=lambda made: type(made).__name__,
+)
+def test_so_has_one_behind_a_gated_norm_or_an_activation(made: nn.Module, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    norm, act = Zamba2RMSNormGated(48, group_size=24).to(dtype).requires_grad_(False), GELUActivation()
-    plain = nn.ModuleList([deepcopy(norm), GELUActivation()])
-    assert keep_rows(nn.ModuleList([norm, act])) == 0
-    rows, gates = torch.randn(40, 48, dtype=dtype), torch.randn(40, 96, dtype=dtype)
-    gate = gates.chunk(2, dim=-1)[0]
-    for ours, theirs, given in ((norm, plain[0], (rows, gate)), (act, plain[1], (gate,))):
+    plain = deepcopy(made).to(dtype).requires_grad_(False)
+    ours = deepcopy(plain)
+    assert keep_rows(nn.ModuleList([ours])) == 0
+    rows, gates = torch.randn(40, 46, dtype=dtype), torch.randn(40, 92, dtype=dtype)
+    apart = gates.chunk(2, dim=-1)[0]
+    for gate in (apart, apart.contiguous()):
+        given = (rows, gate) if isinstance(made, Zamba2RMSNormGated) else (gate,)
         together = ours(*given)
-        torch.testing.assert_close(together, theirs(*given))
+        torch.testing.assert_close(together, plain(*given))
         for row in range(40):
             assert torch.equal(ours(*(each[row : row + 1] for each in given))[0], together[row])
 
@@ -106,6 +122,35 @@ def test_a_linear_that_is_wide_or_steady_stays_as_it_is(monkeypatch: pytest.Monk
     assert keep_rows(nn.Sequential(nn.Linear(2, 1))) == 0
     monkeypatch.setattr(nn, "Linear", OfMany)
     assert keep_rows(nn.Sequential(OfMany(1024, 513))) == 0
+
+
+class Gated(nn.Module):
+    """As attention and mixtures of transformers are, with a gate for each row or head."""
+
+    def __init__(self, gates: int, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.g_proj = nn.Linear(48, gates)
+        self.function = function
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        gates = self.function(self.g_proj(rows).float()).to(rows.dtype)
+        return (rows[:, None] * gates[:, :, None]).flatten(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("function", [torch.sigmoid, torch.Tensor.sigmoid, F.softplus])
+@pytest.mark.parametrize("gates", [1, 6])
+def test_so_has_one_behind_gates(
+    gates: int, function: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    plain = Gated(gates, function).to(dtype).requires_grad_(False)
+    ours, rows = deepcopy(plain), torch.randn(40, 48, dtype=dtype)
+    keep_rows(ours)
+    together = ours(rows)
+    assert type(together) is torch.Tensor
+    torch.testing.assert_close(together, plain(rows))
+    assert all(torch.equal(ours(rows[row : row + 1])[0], together[row]) for row in range(40))
 
 
 @pytest.mark.parametrize("outputs", [1, 2, 16])
