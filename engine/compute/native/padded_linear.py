@@ -17,7 +17,7 @@ _MOST_OUTPUTS = 8
 class PaddedLinear(nn.Module):
     """Computes as many outputs of zeros beside its own as fill the last panel, and leaves them out.
 
-    So the first projection of Mamba 2 is computed, whose heads are seldom a multiple of a panel.
+    So the first projection of Mamba 2 is computed, whose heads are not always a multiple of a panel.
     """
 
     def __init__(self, kernels: NativeKernels, linear: nn.Linear) -> None:
