@@ -28,6 +28,7 @@ CLASSES: dict[str, dict[str, Any]] = {
     "Jamba": {"mamba_dt_rank": 64, "num_attention_heads": 2, "num_key_value_heads": 1},
     "Mamba": {"time_step_rank": 64},
     "RecurrentGemma": {"lru_width": 256, "head_dim": 32},
+    "Zamba": {"mamba_dt_rank": 64, "attention_hidden_size": 128, "attention_head_dim": 32},
     "BailingHybrid": _LATENTS | {"head_dim": 32, "linear_head_dim": 32},
     "DeepseekV3": _LATENTS | {"head_dim": 32},
     "KimiLinear": _LATENTS | {"linear_head_dim": 32},

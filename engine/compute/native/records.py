@@ -154,7 +154,7 @@ class SelectiveScan(ctypes.Structure):
     _fields_ = (
         ("runs", Runs),
         *((name, POINTER) for name in ("inputs", "steps", "rates", "b", "c", "state", "output")),
-        *((name, INDEX) for name in ("channels", "size")),
+        *((name, INDEX) for name in ("channels", "size", "stride")),
     )
 
 

@@ -42,9 +42,9 @@ struct SelectiveScan {
   const float *inputs, *steps;  // [M, channels]
   const float* rates;           // [channels, size], negative
   const float *b, *c;           // [M, size]
-  float* state;                 // [slots, channels, size]
+  float* state;                 // [slots, channels, size], a slot's `stride` numbers behind the one before
   float* output;                // [M, channels]
-  Index channels, size;
+  Index channels, size, stride;
 };
 
 }  // extern "C"
@@ -177,7 +177,7 @@ void structured_dims(const StructuredScan& s, Index sequence, Index head, Index 
 void selective_channels(const SelectiveScan& s, Index sequence, Index first, Index count) {
   alignas(64) float own[SCAN_DIMS * SCAN_MOST];
   const Index width = count * s.size;
-  float* const stored = s.state + (s.runs.slots[sequence] * s.channels + first) * s.size;
+  float* const stored = s.state + s.runs.slots[sequence] * s.stride + first * s.size;
   run_through(s.runs, sequence, {stored, 1, width, width}, own, [&](Index row) {
     for (Index i = 0; i < count; i++) {
       const Index at = row * s.channels + first + i;

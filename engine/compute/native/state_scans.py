@@ -71,11 +71,12 @@ class NativeScans:
     ) -> torch.Tensor | None:
         """See StateKernel."""
         channels, size = inputs.rates.shape
-        if size > _MOST_SIZE or size % _LANES or not state.is_contiguous():
+        if size > _MOST_SIZE or size % _LANES or not state[:1].is_contiguous():
             return None
         output = torch.empty_like(inputs.inputs, memory_format=torch.contiguous_format)
         given = _contiguous(*inputs)
-        record = SelectiveScan(_record(runs), *_addresses(*given, state, output), channels, size)
+        sizes = channels, size, state.stride(0)  # of one of Zamba's heads slots lie apart
+        record = SelectiveScan(_record(runs), *_addresses(*given, state, output), *sizes)
         self._selective(self._team.handle, record)
         return output
 

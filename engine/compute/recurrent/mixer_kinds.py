@@ -113,8 +113,8 @@ def _zamba_mix(layer: Any, rows: PassRows, slots: LayerSlots) -> Tensor:
     output = torch.empty_like(inputs, dtype=torch.float32)  # [M, heads, dim]
     sizes = [layer.time_step_rank, layer.ssm_state_size, layer.ssm_state_size]
     for head, fed in enumerate(inputs.unbind(1)):
-        steps, b, c = torch.split(F.linear(fed, layer.x_proj_weight[head]), sizes, dim=-1)
-        steps = F.linear(steps, layer.dt_proj_weight[head]).float() + layer.dt_proj_bias[head].float()
+        steps, b, c = torch.split(steady_product(fed, layer.x_proj_weight[head]), sizes, dim=-1)
+        steps = steady_product(steps, layer.dt_proj_weight[head]).float() + layer.dt_proj_bias[head].float()
         rates = -torch.exp(layer.A_log[head].float())
         own = replace(slots, state=slots.state[:, head])
         given = SelectiveInputs(fed.float(), alike(F.softplus, steps), rates, b.float(), c.float())

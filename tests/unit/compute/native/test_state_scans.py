@@ -78,3 +78,13 @@ def test_drafts_are_mixed_and_not_taken_in(scans: NativeScans, case: ScanCase) -
 def test_sizes_that_it_does_not_compute_are_left_to_torch(scans: NativeScans, case: ScanCase) -> None:
     chosen = case.of((3,), (1,))
     assert all(torch.equal(a, b) for a, b in zip(chosen.run(scans), chosen.run(None), strict=True))
+
+
+def test_slots_may_lie_apart(scans: NativeScans) -> None:
+    """As those of one of Zamba's heads do."""
+    chosen = selective_case(96, 16).of((5, 1, 70), (4, 0, 3))
+    expected, states = chosen.run(scans)
+    heads = torch.stack((chosen.state, chosen.state), dim=1)
+    found = scans.selective(chosen.inputs, heads[:, 1], chosen.step.runs)
+    assert found is not None and torch.equal(found, expected)
+    assert torch.equal(heads[:, 1], states) and torch.equal(heads[:, 0], chosen.state)
