@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from engine.compute.native.mixture import NativeMixture
 from engine.compute.steady_numbers import alike, steady_product
 
 _OF_NUMBERS = frozenset((F.silu, F.gelu, F.softplus, torch.sigmoid, Tensor.sigmoid))
@@ -34,9 +35,15 @@ def keep_rows(model: nn.Module) -> int:
     for module in model.modules():
         if _has_numbers(type(module)):
             module.forward = partial(_within, _Steady(), module.forward)
-    gates: list[Any] = [each for name, each in model.named_modules() if _is_gate(name, each)]
+    mixtures = [each for each in model.modules() if NativeMixture.fits(each)]  # computed by kernels whole
+    ours = {part for each in mixtures for part in each.modules()}
+    gates: list[Any] = [
+        each for name, each in model.named_modules() if _is_gate(name, each) and each not in ours
+    ]
     routers: list[Any] = [module for module in model.modules() if _is_router(type(module))]
-    linears: list[Any] = [each for each in model.modules() if _is_narrow(each) and not _is_steady(each)]
+    linears: list[Any] = [
+        each for each in model.modules() if _is_narrow(each) and each not in ours and not _is_steady(each)
+    ]
     for router in routers:
         router.forward = partial(_within, _Steady(multiplies=True), router.forward)
     for linear in linears:
