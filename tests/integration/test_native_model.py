@@ -22,6 +22,7 @@ from engine.compute.native.experts import NativeExperts
 from engine.compute.native.forms import NativeUnavailable
 from engine.compute.native.kernels import NativeKernels
 from engine.compute.native.modules import NativeAttention, NativeLinear, NativeMlp, NativeNorm
+from engine.compute.native.padded_linear import PaddedLinear
 from engine.compute.native.router import NativeRouter
 from engine.compute.recurrent.recurrent_forward import RecurrentForward
 from engine.compute.recurrent.slot_mixers import SlotMixer
@@ -274,10 +275,13 @@ def test_attention_that_is_not_theirs_stays(
         assert_within_rounding(logits, plain_logits(plain, tokens), plain_logits(exact, tokens))
 
 
-def test_a_model_with_nothing_for_them_is_told(kernels: NativeKernels) -> None:
+def test_a_model_with_nothing_for_them_is_told(
+    kernels: NativeKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(NativeUnavailable, match="GPT2LMHeadModel is not among the models they were made for"):
         install.usable_build(as_loaded(tiny_model("gpt2", dtype=torch.bfloat16)), "auto")
     odd = fresh("llama", head_dim=18, hidden_size=63, intermediate_size=65, vocab_size=511)
+    monkeypatch.setattr(PaddedLinear, "fits", lambda *_: False)  # what follows heads has as many inputs
     with pytest.raises(NativeUnavailable, match="has no module that they could compute"):
         install.install(replace(odd, vocab_size=511), kernels)
 

@@ -8,7 +8,6 @@ from torch import nn
 
 from engine.compute.native.kernels import PANEL, NativeKernels
 from engine.compute.native.modules import NativeLinear
-from engine.compute.native.steady_products import MOST_NARROW
 
 # A vocabulary has more outputs for each input; its table is often the embedding's, and would be there twice.
 _MOST_OUTPUTS = 8
@@ -17,7 +16,8 @@ _MOST_OUTPUTS = 8
 class PaddedLinear(nn.Module):
     """Computes as many outputs of zeros beside its own as fill the last panel, and leaves them out.
 
-    So the first projection of Mamba 2 is computed, whose heads are not always a multiple of a panel.
+    So the first projection of Mamba 2 is computed, whose heads are not always a multiple of a panel, and so
+    are gates of heads. One output, as a shared expert's gate has, would be computed thirty-two times.
     """
 
     def __init__(self, kernels: NativeKernels, linear: nn.Linear) -> None:
@@ -34,8 +34,7 @@ class PaddedLinear(nn.Module):
         if type(linear) is not nn.Linear or linear.weight.dtype is not dtype:
             return False
         outputs, inputs = linear.weight.shape
-        is_wide = outputs * inputs > MOST_NARROW and outputs < _MOST_OUTPUTS * inputs
-        return is_wide and outputs % PANEL > 0 and inputs % 2 == 0
+        return 1 < outputs < _MOST_OUTPUTS * inputs and outputs % PANEL > 0 and inputs % 2 == 0
 
     @property
     def weight(self) -> torch.Tensor:
