@@ -19,6 +19,8 @@ from config import ModelSettings
 from engine import GenerationRequest, SamplingParams
 from engine.compute.attention.kv_tensors import bytes_per_block
 from engine.compute.attention.layer_kv import LayerKv
+from engine.compute.loading import loader
+from engine.compute.loading.coded_weights import CodedLinear, CodeKind
 from engine.compute.loading.loader import load_model
 from engine.compute.native.install import install
 from engine.compute.runner.dummy_steps import Part, pack_step
@@ -149,6 +151,28 @@ def test_a_checkpoint_in_few_bits_is_served_with_what_its_rows_expand_to(name: s
     loaded = load_model(tmp_path, ModelSettings(dtype="float32", device="cpu"))
     kept = {layer.value_in_key for layer in loaded.layers}
     assert kept == {type(layer.kv_b_proj) is nn.Linear for layer in attentions(loaded.model)}
+    check_forward(PackedForward(loaded))
+
+
+@pytest.mark.parametrize("asked", [None, "int8", "int4"])
+def test_what_rows_are_expanded_by_stays_in_numbers_where_a_device_keeps_codes(
+    asked: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what a checkpoint's weights will take is foreseen so."""
+    monkeypatch.setattr(loader, "kept_kinds", lambda *_: frozenset(CodeKind))
+    monkeypatch.setattr(loader, "multiply_codes", lambda *_: None)
+    model = model_of("DeepseekV3ForCausalLM", WIDE)
+    if asked is None:
+        settings = ModelSettings(dtype="float32", device="cpu", compile="off")
+        store_in_few_bits(model, tmp_path)
+    else:
+        settings = ModelSettings(dtype="float32", device="cpu", quantization=asked)
+        model.save_pretrained(tmp_path)
+        tiny_tokenizer().save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, settings)
+    assert all(layer.value_in_key for layer in loaded.layers)
+    for layer in attentions(loaded.model):
+        assert type(layer.kv_b_proj) is nn.Linear and type(layer.o_proj) is CodedLinear
     check_forward(PackedForward(loaded))
 
 

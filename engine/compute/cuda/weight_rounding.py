@@ -15,7 +15,7 @@ from engine.compute.loading.coded_weights import (
     foreseen_linear,
     round_weights,
 )
-from engine.compute.native.families import called_linears
+from engine.compute.native.families import coded_linears
 from engine.errors import StartRefused
 
 log = logging.getLogger("slipstream.model")
@@ -80,7 +80,7 @@ def _rounded_linears(model: Any) -> dict[str, nn.Linear]:
     head = model.get_output_embeddings()
     return {
         name: linear
-        for name, linear in called_linears(model).items()
+        for name, linear in coded_linears(model).items()
         if linear is not head and linear.in_features % GROUP == 0
     }
 

@@ -46,7 +46,7 @@ from engine.compute.loading.support import (
 )
 from engine.compute.meta_device import on_meta_device
 from engine.compute.native.compiler import find_compiler
-from engine.compute.native.families import called_linears, is_known_class
+from engine.compute.native.families import coded_linears, is_known_class
 from engine.compute.native.forms import NativeUnavailable, choose_build
 from engine.compute.native.team import ComputeTeam
 from engine.compute.recurrent.slot_states import LayerState
@@ -370,7 +370,7 @@ def _outline(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 def _linear_shapes(config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, torch.Size]:
     """Those of all projections of such a model that are only called; none where it cannot be outlined."""
     try:
-        linears = called_linears(_outline(config, dtype))
+        linears = coded_linears(_outline(config, dtype))
     except Exception as error:  # a model's code may do anything with a tensor
         log.info("the weights are unpacked: %s", first_line(error))
         return {}

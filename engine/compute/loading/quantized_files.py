@@ -18,7 +18,7 @@ from engine.compute.loading.model_files import first_line, weight_files
 from engine.compute.loading.stored_places import StoredPlaces, find_stored_places
 from engine.compute.loading.stored_weights import Stored, StoredMxfp4, StoredWeight
 from engine.compute.loading.weight_formats import Parts, WeightFormat
-from engine.compute.native.families import called_linears
+from engine.compute.native.families import coded_linears
 from engine.errors import StartRefused
 
 _BLOCK = 32  # inputs with one scale
@@ -147,7 +147,7 @@ def foresee_codes(
 ) -> None:
     """Have projections of a model without weights take about what their codes will, by the files."""
     files = _OpenFiles(directory, lambda _: True)
-    linears = called_linears(outline)
+    linears = coded_linears(outline)
     for prefix, endings in _projections(files.names, weight_format).items():
         heads = [files.head(f"{prefix}{weight_format.joint}{ending}") for ending in endings]
         is_fp8 = any(dtype == "F8_E4M3" for _, dtype in heads)

@@ -187,6 +187,7 @@ PROJECTIONS = frozenset(
         "zamba2",
     }
 )
+_EXPANDS = ".kv_b_proj"
 # Projections whose weights our recurrent layers read; they stay.
 READ = frozenset({"dt_proj", "v_proj_delayed"})
 # Of these too, and experts are called with rows, with those that each row goes through and their shares.
@@ -297,6 +298,15 @@ def called_linears(model: nn.Module) -> dict[str, nn.Linear]:
         for name, module in model.named_modules()
         if type(module) is nn.Linear and name.rpartition(".")[2] not in READ
     }
+
+
+def coded_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """Those of `called_linears` that may multiply with codes on a device.
+
+    Not what latent rows are expanded by: kept as numbers, its halves meet queries and what was attended to,
+    and a token costs its row in place of the keys and values of all heads.
+    """
+    return {name: linear for name, linear in called_linears(model).items() if not name.endswith(_EXPANDS)}
 
 
 def is_known_class(model_class: type) -> bool:
