@@ -9,6 +9,7 @@ EngineError
 │   └── Overloaded        try again later: queue full, queue wait too long, loading, draining
 ├── DeadlineExceeded      the time given is up, or too short: refused for it, or ended by it
 ├── OutOfDeviceMemory     a forward pass did not fit; fewer requests may
+├── DeviceLost            the device takes no more work of this process
 ├── RequestFailed         an accepted request ended by a fault of ours; its neighbours go on
 ├── RewindError           state could not be cut back to an earlier position
 └── EngineDead            the step loop has stopped; nothing can be served any more
@@ -85,6 +86,10 @@ class DeadlineExceeded(EngineError):
 
 class OutOfDeviceMemory(EngineError):
     """The forward pass ran out of memory: worth one more try with fewer requests."""
+
+
+class DeviceLost(EngineError):
+    """A fault after which the device takes no more work of this process: only a new one can compute again."""
 
 
 class RequestFailed(EngineError):

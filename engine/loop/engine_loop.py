@@ -13,7 +13,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from engine.errors import EngineDead, EngineError, OutOfDeviceMemory, RequestFailed, frames_of, release_frames
+from engine.errors import (
+    DeviceLost,
+    EngineDead,
+    EngineError,
+    OutOfDeviceMemory,
+    RequestFailed,
+    frames_of,
+    release_frames,
+)
 from engine.loop.engine_parts import EngineParts, Executors
 from engine.loop.open_requests import Ending, OpenRequests
 from engine.loop.run_ahead import RunAhead
@@ -118,7 +126,7 @@ class EngineLoop:
     async def run(self) -> None:
         """Serve until `stop`; what has been noted to end by then is ended.
 
-        Raises what killed the loop: MAX_FAILED_BATCHES failed ones in a row, or a fault of the loop itself.
+        Raises what killed the loop: MAX_FAILED_BATCHES failed ones in a row, DeviceLost, a fault of its own.
         Open requests are then still open: the caller ends them with `fail_all`.
         """
         try:
@@ -296,6 +304,9 @@ class EngineLoop:
                 self._metrics.count_error("forward")
             self._failed_passes += 1
             await self._drop_ahead()
+            if isinstance(error, DeviceLost):  # no pass can go well any more
+                self._batcher.abandon(decision)
+                raise
             if isinstance(error, OutOfDeviceMemory) and self._failed_passes == 1:
                 self._failed_batches += 1
                 self._batcher.preempt_for_memory(decision)  # tried once more, with fewer requests

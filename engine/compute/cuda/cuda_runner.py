@@ -20,7 +20,7 @@ from engine.compute.cuda.graphs.recorder import Recorder
 from engine.compute.cuda.graphs.step_graphs import GraphLimits, StepGraphs
 from engine.compute.cuda.step_draw import StepDraw, can_draw
 from engine.compute.recurrent.recurrent_runner import RecurrentRunner
-from engine.compute.runner.device import mark, out_of_memory_named, wait_for
+from engine.compute.runner.device import failures_named, mark, wait_for
 from engine.compute.runner.dummy_steps import plain_sampling
 from engine.compute.runner.model_runner import ModelRunner
 from engine.compute.verification.draft_rows import DraftRows
@@ -120,7 +120,7 @@ class CudaRunner:
     def launch(self, inputs: StepInputs) -> Launched:
         """Queue a step: move blocks, write K/V, attend, draw. See AheadRunner, and ModelRunner.run."""
         runner, device = self.parts, self.kv.device
-        with self._done_where_it_fails(), out_of_memory_named():
+        with self._done_where_it_fails(), failures_named():
             runner.reserve(inputs.moves)
             start = mark(device)
             num_bytes = runner.move(inputs.moves)
@@ -162,7 +162,7 @@ class CudaRunner:
         inputs, under_way, runner = step.inputs, step.under_way, self.parts
         drafts = None if inputs.drafts is None else DraftRows.of(inputs.drafts)
         begin = mark(self.kv.device)
-        with self._done_where_it_fails(), out_of_memory_named():
+        with self._done_where_it_fails(), failures_named():
             if self._can_wait(drafts, sampling):
                 drawn = self._draw.queue(under_way, sampling)
                 self._places = under_way.places

@@ -12,7 +12,7 @@ from engine.compute.loading.loader import LoadedModel
 from engine.compute.recurrent.recurrent_forward import RecurrentForward
 from engine.compute.recurrent.slot_states import HostStates
 from engine.compute.recurrent.state_memory import MemorySizes, StateMemory
-from engine.compute.runner.device import mark, out_of_memory_named, seconds_between
+from engine.compute.runner.device import failures_named, mark, seconds_between
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.isolated_draw import draw_isolated
 from engine.compute.runner.model_runner import ForDrafts
@@ -64,7 +64,7 @@ class RecurrentRunner:
         come through.
         """
         device, hidden = self.kv.device, None
-        with out_of_memory_named():
+        with failures_named():
             self.reserve(inputs.moves)
             start = mark(device)
             num_bytes = self.move(inputs.moves)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from engine.errors import OutOfDeviceMemory
+from engine.errors import DeviceLost, OutOfDeviceMemory
 
 Mark = float | torch.cuda.Event
 
@@ -86,18 +86,34 @@ _SIGNS = (
     "Triton Error [CUDA]: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
+# Of faults after which CUDA's runtime answers all calls of the process with the same error, as its
+# documentation of error types says.
+_SIGNS_OF_LOSS = (
+    "an illegal memory access was encountered",
+    "an illegal instruction was encountered",
+    "misaligned address",
+    "invalid program counter",
+    "hardware stack error",
+    "device-side assert triggered",
+    "unspecified launch failure",
+    "the launch timed out and was terminated",
+    "uncorrectable ECC error encountered",
+    "uncorrectable NVLink error",
+)
 
 
 @contextmanager
-def out_of_memory_named() -> Iterator[None]:
-    """Have a pass that runs out of memory raise OutOfDeviceMemory; other errors come through.
+def failures_named() -> Iterator[None]:
+    """Have a pass that runs out of memory raise OutOfDeviceMemory, one that loses its device DeviceLost.
 
-    Where it was the driver that had none, it gets back what torch keeps for later: the next try would find no
-    more of it. Torch's allocator has done that by itself before it says so.
+    Other errors come through. Where it was the driver that had no memory, it gets back what torch keeps for
+    later: the next try would find no more of it. Torch's allocator has done that by itself before it says so.
     """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
+        if is_loss(error):
+            raise DeviceLost(f"The device is lost: {str(error).splitlines()[0]}.") from error
         if not is_out_of_memory(error):
             raise
         has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -111,3 +127,8 @@ def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
+def is_loss(error: Exception) -> bool:
+    """Whether the device takes no more work of this process."""
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS_OF_LOSS)

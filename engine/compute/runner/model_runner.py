@@ -12,7 +12,7 @@ import torch
 from engine.compute.attention.swap_tensors import SwapTensors
 from engine.compute.attention.tree_mask import accepted_moves
 from engine.compute.loading.loader import LoadedModel
-from engine.compute.runner.device import mark, out_of_memory_named, seconds_between
+from engine.compute.runner.device import failures_named, mark, seconds_between
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.isolated_draw import draw_isolated
 from engine.compute.runner.kv_memory import KvMemory
@@ -126,7 +126,7 @@ class ModelRunner:
         the forward pass come through.
         """
         device = self.kv.device
-        with out_of_memory_named():
+        with failures_named():
             self.reserve(inputs.moves)
             start = mark(device)
             num_bytes = self.move(inputs.moves)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.errors import EngineDead, Overloaded
+from engine.errors import DeviceLost, EngineDead, Overloaded
 from engine.loop.engine_parts import EngineLimits, EngineState
 from engine.plan.request import FinishReason
 from engine.plan.step_records import StepInputs
@@ -84,6 +84,19 @@ async def test_a_broken_scheduler_keeps_no_stream_open(monkeypatch: pytest.Monke
             await assert_dies(harness, 4)
         for seed in range(1, 5):
             batcher.finish(f"request-{seed}", FinishReason.ERROR)
+
+
+async def test_a_lost_device_is_death_at_once() -> None:
+    """No request is tried again, or blamed, for what nothing can go well after."""
+    steps: list[StepInputs] = []
+
+    def lose(inputs: StepInputs) -> None:
+        steps.append(inputs)
+        raise DeviceLost("The device is lost: CUDA error: unspecified launch failure.")
+
+    async with running_engine(EngineShape(max_num_seqs=2), before=lose) as harness:
+        await assert_dies(harness, 4)
+        assert len(steps) == 1 and not harness.engine.metrics.forward_faults
 
 
 async def test_a_loop_whose_step_was_cancelled_by_nobody_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:

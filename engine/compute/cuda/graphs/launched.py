@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.compute.runner.device import Mark, out_of_memory_named, seconds_between, wait_for
+from engine.compute.runner.device import Mark, failures_named, seconds_between, wait_for
 from engine.compute.sampling.logprobs import RowScores
 from engine.compute.sampling.sampler import NOT_FINITE, NOTHING_LEFT
 from engine.compute.verification.draft_rows import DraftRows
@@ -68,7 +68,7 @@ class Launched:
     def wait(self) -> StepResult:
         """See LaunchedStep; the thread sleeps until then."""
         marks, drawn = self._marks, self._drawn
-        with out_of_memory_named():
+        with failures_named():
             wait_for(marks.end if drawn is None else drawn.end)
             forward_s = seconds_between(marks.begin, marks.end)
             if drawn is None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.compute.runner.device import in_stream, is_out_of_memory, out_of_memory_named
-from engine.errors import OutOfDeviceMemory
+from engine.compute.runner.device import failures_named, in_stream, is_out_of_memory
+from engine.errors import DeviceLost, OutOfDeviceMemory
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_driver_without_memory_gets_back_what_torch_keeps_for_later(
     emptied: list[bool] = []
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: has_cuda)
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: emptied.append(True))
-    with pytest.raises(OutOfDeviceMemory if is_out_of_memory(error) else RuntimeError), out_of_memory_named():
+    with pytest.raises(OutOfDeviceMemory if is_out_of_memory(error) else RuntimeError), failures_named():
         raise error
     assert bool(emptied) == (is_emptied and has_cuda)
 
@@ -78,3 +78,28 @@ def test_a_thread_that_enters_a_stream_stays_on_its_device(monkeypatch: pytest.M
     assert current == seen == [1]
     with in_stream(None):
         assert current == [1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported later",
+        "CUDA error: device-side assert triggered",
+        "Triton Error [CUDA]: an illegal memory access was encountered",
+        "CUDA error: unspecified launch failure",
+        "CUDA error: uncorrectable ECC error encountered",
+    ],
+)
+def test_a_lost_device_is_named_with_its_first_line(words: str) -> None:
+    with pytest.raises(DeviceLost) as raised, failures_named():
+        raise RuntimeError(words)
+    assert str(raised.value) == f"The device is lost: {words.splitlines()[0]}."
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("CUDA error: invalid argument"), ValueError("misaligned address"), RuntimeError("boom")],
+)
+def test_what_leaves_the_device_as_it_is_comes_through(error: Exception) -> None:
+    with pytest.raises(type(error), match=str(error)), failures_named():
+        raise error
