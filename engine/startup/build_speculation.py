@@ -71,7 +71,7 @@ def load_sources(
     elif method in ("auto", "heads") and (heads := find_heads(speculation, target)) is not None:
         if not can_tap(target.model.base_model):
             raise StartRefused(
-                f"--draft-heads: {target.config.model_type} has not one list of layers to read."
+                f"--draft-heads: {target.config.model_type} has not one list of layers with a row a token."
             )
         eagle = load_eagle_drafter(heads, target, eagle_room(room), speculation.draft_verification)
         sources.append(_reading(eagle, asked))

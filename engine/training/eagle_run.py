@@ -50,7 +50,7 @@ def train_drafter(settings: Settings, plan: DrafterPlan, progress: TrainingProgr
         )
     if not can_tap(getattr(run.target.model, base_name(run.target.model))):
         raise StartRefused(
-            f"train-drafter: {run.target.config.model_type} has not one list of layers to read."
+            f"train-drafter: {run.target.config.model_type} has not one list of layers with a row a token."
         )
     shape = EagleShape.for_target(int(run.target.config.num_hidden_layers), plan.window)
     served = run.served_target()

@@ -58,7 +58,9 @@ def base_name(model: PreTrainedModel) -> str:
 
 
 def can_tap(base: nn.Module) -> bool:
-    """Whether `tap` finds the layers of a base model."""
+    """Whether `tap` finds the layers of a base model, and one stream of rows in each; Gemma 3n has four."""
+    if getattr(getattr(base, "config", None), "altup_num_inputs", 1) > 1:
+        return False
     try:
         return isinstance(base, Tappable) or bool(layers_of(base))
     except ValueError:

@@ -28,7 +28,10 @@ def test_without_sources_there_is_no_decoder() -> None:
     assert make_decoder(load_settings(("--speculative-method", "none"), {}), (), 100, KV) is None
 
 
-def test_heads_for_a_model_of_several_lists_of_layers_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["hrm_text", "gemma3n"])
+def test_heads_for_a_model_of_several_lists_of_layers_or_streams_are_refused(
+    family: str, tmp_path: Path
+) -> None:
     settings = load_settings(("--draft-heads", str(tmp_path)), {})
-    with pytest.raises(StartRefused, match="--draft-heads: hrm_text has not one list of layers"):
-        load_sources(settings, load_tiny("hrm_text"), tmp_path, TargetRoom(4, 16, 1 << 20))
+    with pytest.raises(StartRefused, match=r"--draft-heads: .* has not one list of layers"):
+        load_sources(settings, load_tiny(family), tmp_path, TargetRoom(4, 16, 1 << 20))
