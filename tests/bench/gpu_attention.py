@@ -3,7 +3,8 @@
 Decode: the bytes of keys and values that must be read, over the time; beside it what a plain copy reaches.
 Prefill: the arithmetic of causal attention over the time; beside it a large product, and torch's own causal
 attention over keys that lie densely. Kept: decodes and a chunk over K/V of 8 bits, beside bfloat16. The
-shape is a layer of Llama 3 8B in bfloat16.
+shape is a layer of Llama 3 8B in bfloat16. Latent: the rows that a layer of GLM-4.7-Flash stores of a token,
+beside the keys and values of all heads that they stand for.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from tests.support.attention_noise import Chunk, scattered_step
 
 LAYER = LayerKv(8, 128, 128)
 HEADS = 32
+LATENT = {"latent rows": LayerKv(1, 576, 512, value_in_key=True), "all heads": LayerKv(20, 256, 256)}
+LATENT_HEADS = 20
+LATENT_STEPS = [(1, 8192, 1), (32, 1024, 1), (32, 8192, 1), (32, 8192, 5), (1, 4096, 4096), (1, 8192, 512)]
 BLOCK_SIZE = 16
 DTYPE = torch.bfloat16
 DECODES = [(batch, context) for context in (1024, 8192) for batch in (1, 32, 128)]
@@ -49,15 +53,20 @@ class Case:
     """A step over as many layers as outgrow every cache, recorded as one CUDA graph."""
 
     def __init__(
-        self, chunks: Sequence[Chunk], device: torch.device, kept: torch.dtype | None = None
+        self,
+        chunks: Sequence[Chunk],
+        device: torch.device,
+        kept: torch.dtype | None = None,
+        layer: LayerKv = LAYER,
+        heads: int = HEADS,
     ) -> None:
         inputs, num_blocks = scattered_step(chunks, BLOCK_SIZE)
         self.num_tokens = len(inputs.token_ids)
-        self.bytes = int(inputs.kv_lens.sum()) * bytes_per_block((LAYER,), 1, kept or DTYPE)
+        self.bytes = int(inputs.kv_lens.sum()) * bytes_per_block((layer,), 1, kept or DTYPE)
         self.num_layers = min(MOST_LAYERS, max(2, -(-COLD_BYTES // self.bytes)))
-        kv = KvTensors([LAYER] * self.num_layers, num_blocks, BLOCK_SIZE, DTYPE, device, kept)
+        kv = KvTensors([layer] * self.num_layers, num_blocks, BLOCK_SIZE, DTYPE, device, kept)
         _fill_alike(kv)
-        self._query = torch.randn(self.num_tokens, HEADS, LAYER.key_dim, dtype=DTYPE, device=device)
+        self._query = torch.randn(self.num_tokens, heads, layer.key_dim, dtype=DTYPE, device=device)
         self._step: TritonStep = TritonAttention(Gpu.of(device)).plan(inputs, kv)
         self.attend_all()  # compiles
         torch.cuda.synchronize()
@@ -68,17 +77,18 @@ class Case:
     def attend_all(self) -> None:
         """One call a layer."""
         for layer in range(self.num_layers):
-            self._step.attend(self._query, LayerCall(layer, LAYER.key_dim**-0.5))
+            self._step.attend(self._query, LayerCall(layer, self._query.shape[2] ** -0.5))
 
 
 def _fill_alike(kv: KvTensors) -> None:
     """Put noise into every slot, the same in every layer."""
     slots = torch.arange(kv.num_blocks * BLOCK_SIZE, device=kv.device)
-    shape = (len(slots), LAYER.num_kv_heads)
+    layer = kv.layers[0]
+    shape = (len(slots), layer.num_kv_heads)
     key, value = (
-        torch.randn(*shape, dim, dtype=DTYPE, device=kv.device) for dim in (LAYER.key_dim, LAYER.value_dim)
+        torch.randn(*shape, dim, dtype=DTYPE, device=kv.device) for dim in (layer.key_dim, layer.value_dim)
     )
-    kv.write(0, kv.rows_of(slots, LAYER.num_kv_heads), key, value)
+    kv.write(0, kv.rows_of(slots, layer.num_kv_heads), key, value)
     for pages in (kv.keys, kv.values):
         for tensor in pages[1:]:
             tensor.copy_(pages[0])
@@ -165,6 +175,23 @@ def run_kept(device: torch.device) -> Section:
     return section
 
 
+def run_latent(device: torch.device) -> Section:
+    """What a step over latent rows takes, beside one over the keys and values of all heads."""
+    section = Section("latent", f"{LATENT_HEADS} heads, {DTYPE}")
+    for sequences, stop, tokens in LATENT_STEPS:
+        medians = []
+        for name, layer in LATENT.items():
+            case = Case([Chunk(stop - tokens, tokens)] * sequences, device, None, layer, LATENT_HEADS)
+            runs = [1e6 * one / case.num_layers for one in seconds_of(case.graph.replay)]
+            row = f"{sequences} x {tokens} up to {stop:,}"
+            medians.append(section.add(row, name, "µs", runs).median or 0.0)
+            del case
+            torch.cuda.empty_cache()
+        section.add(row, "latent / all", "", [medians[0] / medians[1]])
+    section.notes.append("Sequences x tokens of each. What latent rows need before and behind is not in it.")
+    return section
+
+
 def dense_attention(tokens: int, device: torch.device) -> Callable[[], torch.Tensor]:
     """Torch's causal attention in the same shape."""
     shapes = [
@@ -192,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     console, facts = Console(width=120), about()
     console.print_json(json.dumps(facts))
-    sections = [run_decode(device), run_prefill(device), run_kept(device)]
+    sections = [run_decode(device), run_prefill(device), run_kept(device), run_latent(device)]
     for section in sections:
         section.show(console)
     if arguments.json is not None:
