@@ -10,6 +10,7 @@ import torch
 
 from engine.compute.attention import AttentionContext
 from engine.compute.loading.loader import LoadedModel
+from engine.compute.loading.outline import weight_bytes
 from engine.compute.runner import packed_forward
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
@@ -168,6 +169,13 @@ def test_a_model_says_what_was_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"latent attention of {len(loaded.layers)} fused" in found.kernels_used
     after = packed_sample(forward_of(found))
     assert packed_difference(after, before, loaded.dtype, has_blocks=False) is None
+
+
+def test_weights_are_there_once_and_counted() -> None:
+    loaded = load("DeepseekV3")
+    before = weight_bytes(loaded.model)
+    assert fuse_latent_attentions(loaded, backend(), BLOCK_SIZE) == len(loaded.layers)
+    assert weight_bytes(loaded.model) == before
 
 
 def test_an_attention_that_answers_otherwise_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,11 +67,16 @@ class FusedLatentAttention(nn.Module):
     made of; queries that meet latent rows are written where attention reads them.
     """
 
+    by_key: torch.Tensor
+    by_value: torch.Tensor
+
     def __init__(self, original: Any, call: LayerCall) -> None:
         super().__init__()
         latent = latent_of(original)
         assert latent is not None, "only attentions that fit are asked for"
-        self.by_key, self.by_value = latent.weights()  # [heads, its dim, rank]
+        by_key, by_value = latent.weights()  # [heads, its dim, rank]
+        self.register_buffer("by_key", by_key.detach(), persistent=False)
+        self.register_buffer("by_value", by_value.detach(), persistent=False)
         self.first = joined(_first(original))
         self.second = original.q_b_proj if original.q_lora_rank is not None else None
         self.output = original.o_proj
