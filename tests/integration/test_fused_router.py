@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.compute.native.families import GROUPED_ROUTERS, ROUTERS, ROUTERS_TELLING_FLOATS
+from engine.compute.native.families import (
+    GROUPED_ROUTERS,
+    ROUTERS,
+    ROUTERS_IN_FLOATS,
+    ROUTERS_TELLING_FLOATS,
+)
 from engine.compute.native.observation import Seen
 from engine.compute.runner.scratch_pass import forward_of
 from engine.compute.runner.self_check import packed_sample
@@ -58,7 +63,9 @@ def test_experts_and_shares_are_the_routers_own(
     assert equal_router(router, Seen((rows,), {}, router(rows)), dtype) is not None
 
 
-@pytest.mark.parametrize("family", sorted(ROUTERS | ROUTERS_TELLING_FLOATS | GROUPED_ROUTERS))
+@pytest.mark.parametrize(
+    "family", sorted(ROUTERS | ROUTERS_TELLING_FLOATS | ROUTERS_IN_FLOATS | GROUPED_ROUTERS)
+)
 def test_every_router_that_was_read_is_tried(family: str) -> None:
     assert family in PLAIN or family in BY_GROUPS
 
@@ -154,6 +161,13 @@ def test_a_router_that_chooses_otherwise_stays(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(fused_router, "choose", other)
     assert fuse_routers(loaded, 4) == 0
     assert not any(isinstance(module, FusedRouter) for module in loaded.model.modules())
+
+
+def test_a_router_that_chooses_by_other_groups_is_not_fused() -> None:
+    router = router_of("deepseek_v2", HIDDEN, torch.float32)
+    assert FusedRouter.fits(router, torch.float32)
+    router.topk_method = "group_limited_greedy"
+    assert not FusedRouter.fits(router, torch.float32)
 
 
 def test_a_router_that_does_more_than_its_class_says_is_not_fused() -> None:

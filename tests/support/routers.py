@@ -21,6 +21,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "minimax": {},
     "gpt_oss": {},
+    "deepseek_v2": {"topk_method": "greedy", "routed_scaling_factor": 1.7},
     "granitemoe": {},
     "granitemoe_swa": {},
     "granitemoehybrid": {},

@@ -16,6 +16,7 @@ from engine.compute.cuda.fused_products import is_projection
 from engine.compute.native.closeness import is_close
 from engine.compute.native.families import (
     family_of,
+    has_float_router,
     has_grouped_router,
     has_plain_router,
     rounds_shares,
@@ -30,26 +31,26 @@ _WARPS = 1  # a row's experts are too few for more
 class FusedRouter(nn.Module):
     """A router with the weights of `original`, equal to it up to rounding and the order of equal experts.
 
-    Those that choose by groups (DeepSeek-V3) compute in float32, which their weights are kept in.
+    DeepSeek's, and those that choose by groups as its do, compute in float32: so their weights are kept.
     """
 
     def __init__(self, original: Any) -> None:
         super().__init__()
         weight, bias = original.weight.detach(), getattr(original, "bias", None)
-        self.is_grouped = has_grouped_router(original)
-        self.weight = frozen(weight.float() if self.is_grouped else weight)
+        is_grouped = has_grouped_router(original)
+        in_floats = is_grouped or has_float_router(original)
+        self.weight = frozen(weight.float() if in_floats else weight)
         self.bias = None if bias is None else frozen(bias.detach())
         self.scales = None
-        self.biases = original.e_score_correction_bias.detach() if self.is_grouped else None
-        self.choice = _grouped_choice(original) if self.is_grouped else _plain_choice(original)
-        self.dtype = weight.dtype if not self.is_grouped and rounds_shares(original) else torch.float32
+        self.biases = original.e_score_correction_bias.detach() if is_grouped else None
+        self.choice = _grouped_choice(original) if is_grouped else _plain_choice(original)
+        self.dtype = weight.dtype if not in_floats and rounds_shares(original) else torch.float32
 
     @staticmethod
     def fits(original: Any, dtype: torch.dtype) -> bool:
         """True for one that can be computed; what it chooses is still to be compared."""
-        if not (has_plain_router(original) or has_grouped_router(original)) or not is_unhooked(original):
-            return False
-        return original.weight.dtype is dtype
+        is_read = any(has(original) for has in (has_plain_router, has_float_router, has_grouped_router))
+        return is_read and is_unhooked(original) and original.weight.dtype is dtype
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of rows [N, hidden] the logits [N, experts], and shares and numbers of those chosen, [N, each]."""
@@ -161,7 +162,10 @@ def equal_router(original: Any, seen: Seen, dtype: torch.dtype) -> nn.Module | N
 
 
 def _plain_choice(router: Any) -> Choice:
-    return Choice(len(router.weight), router.top_k, is_normed=bool(getattr(router, "norm_topk_prob", True)))
+    count, each = len(router.weight), router.top_k
+    if has_float_router(router):
+        return Choice(count, each, is_normed=False, factor=float(router.routed_scaling_factor))
+    return Choice(count, each, is_normed=bool(getattr(router, "norm_topk_prob", True)))
 
 
 def _grouped_choice(router: Any) -> Choice:

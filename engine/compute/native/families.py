@@ -255,6 +255,8 @@ ROUTERS = frozenset(
 _ROUTERS_OF_FLOATS = frozenset({"minimax", "mixtral"})  # whose shares are not rounded
 # The same, but the logits that they tell are float32's.
 ROUTERS_TELLING_FLOATS = frozenset({"granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"})
+# The same in float32, where none are chosen by groups; shares are chances times a factor.
+ROUTERS_IN_FLOATS = frozenset({"deepseek_v2"})
 # And in these those whose sigmoid and bias are highest, of the groups whose two highest sum to most.
 GROUPED_ROUTERS = frozenset(
     {
@@ -375,6 +377,12 @@ def has_plain_router(module: nn.Module) -> bool:
     """The same, whatever logits it tells."""
     is_router = _name_of(type(module)) in ROUTERS_TELLING_FLOATS and type(module).__name__.endswith("Router")
     return is_router or has_read_router(module)
+
+
+def has_float_router(module: Any) -> bool:
+    """True for what chooses experts for rows in float32, by no groups, whose code was read."""
+    is_router = _name_of(type(module)) in ROUTERS_IN_FLOATS and type(module).__name__.endswith("TopkRouter")
+    return is_router and module.topk_method == "greedy"
 
 
 def has_grouped_router(module: nn.Module) -> bool:

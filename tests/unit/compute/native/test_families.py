@@ -674,6 +674,17 @@ def test_routers_by_groups_are_what_was_read(family: str) -> None:
     assert only(code_of(family), "TopkRouter").splitlines() == GROUPED_ROUTER
 
 
+def test_deepseek_v2s_router_is_what_was_read() -> None:
+    code = only(code_of("deepseek_v2"), "TopkRouter")
+    assert re.sub(r"elif .*\n(    .*\n)+", "", code).splitlines() == [
+        *GROUPED_ROUTER[:2],
+        "scores = router_logits.softmax(dim=-1, dtype=torch.float32)",
+        "if self.topk_method == 'greedy':",
+        "    topk_weights, topk_indices = torch.topk(scores, k=self.top_k, dim=-1, sorted=False)",
+        *GROUPED_ROUTER[-2:],
+    ]
+
+
 GROUPED_ROUTER = [
     "hidden_states = hidden_states.view(-1, self.hidden_dim)",
     "router_logits = F.linear(hidden_states.type(torch.float32), self.weight.type(torch.float32))",
