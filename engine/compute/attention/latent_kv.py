@@ -61,7 +61,7 @@ def keep_latents(model: PreTrainedModel, names: Collection[str]) -> None:
     a kernel's registers, a layer stores what it expands to.
     """
     for layer in model.modules():
-        if hasattr(type(layer), "expand_kv") and not hasattr(layer, _NAME) and _has_kernels(layer):
+        if hasattr(type(layer), "expand_kv") and not hasattr(layer, _NAME) and _stores_rows(layer):
             layer.expand_kv = latent = LatentKv(layer, names)
             setattr(layer, _NAME, latent)
 
@@ -72,7 +72,7 @@ def leave_latents(model: nn.Module, like: nn.Module) -> None:
     A model without weights does not show whose are stored in few bits, nor where.
     """
     for name, layer in like.named_modules():
-        if hasattr(type(layer), "expand_kv") and not _has_kernels(layer):
+        if hasattr(type(layer), "expand_kv") and not _stores_rows(layer):
             setattr(model.get_submodule(name), _NAME, None)
 
 
@@ -82,7 +82,7 @@ def latent_of(layer: nn.Module) -> LatentKv | None:
     return found
 
 
-def _has_kernels(layer: Any) -> bool:
+def _stores_rows(layer: Any) -> bool:
     projection = layer.kv_b_proj
     if type(projection) is not nn.Linear or projection.bias is not None:
         return False

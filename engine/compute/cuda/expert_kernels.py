@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.compute.cuda.layer_kernels import _normed
 from engine.compute.cuda.triton_activations import activated
 
 _WORDS = tl.constexpr(3)  # of a tile: its expert, its first pair in their order, and where the expert's end
@@ -121,7 +122,7 @@ def scaled_norm_kernel(
     row = tl.load(given + places, mask=mask, other=0.0).to(tl.float32)
     scales = tl.load(scale + columns, mask=mask, other=0.0).to(tl.float32)
     kind: tl.constexpr = normed.dtype.element_ty
-    bare = (row * tl.rsqrt(tl.sum(row * row, 0) / WIDTH + eps)).to(kind).to(tl.float32)
+    bare = _normed(row, 1.0, eps, WIDTH).to(kind).to(tl.float32)
     scaled = (bare * scales).to(kind).to(tl.float32)
     tl.store(normed + places, (scaled * root).to(kind), mask=mask)
 

@@ -10,7 +10,6 @@ import triton
 from torch import nn
 
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionBackend, AttentionContext, LayerCall
-from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.latent_kv import latent_of
 from engine.compute.cuda.fused_norms import FusedNorm, eps_of
 from engine.compute.cuda.fused_products import can_be_joined, is_projection, joined
@@ -199,17 +198,14 @@ def fuse_latent_attentions(loaded: LoadedModel, backend: AttentionBackend, block
     if not fitting:
         return 0
     observation = observe(loaded, fitting, block_size)
-    kv = observation.kv
-    empty = KvTensors(kv.layers, kv.num_blocks, kv.block_size, kv.compute_dtype, kv.device)
-    context: Any = AttentionContext(observation.inputs, empty, backend)
-    if loaded.keeps_state:
-        context = HybridAttention(context, loaded)
+    step = observation.context(backend)
+    context: Any = HybridAttention(step, loaded) if loaded.keeps_state else step
     count = 0
     for name in fitting:
         original: Any = loaded.model.get_submodule(name)
         place = loaded.attending.index(original.layer_idx)
         made = _equal(original, observation.seen.get(name), observation.calls.get(place), context)
-        if made is None or not is_close(empty.keys[place], kv.keys[place]):
+        if made is None or not is_close(step.kv.keys[place], observation.kv.keys[place]):
             log.debug("%s answers otherwise when fused: it stays", name)
             continue
         loaded.model.set_submodule(name, made)

@@ -16,8 +16,7 @@ from torch import nn
 
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext, LayerCall
 from engine.compute.attention.context import HeadNorms, HeadTurns
-from engine.compute.cuda.fused_beside import ExpertsBeside
-from engine.compute.cuda.fused_mlp import LayerInput, Mlp, mlp_class_of
+from engine.compute.cuda.fused_mlp import ExpertsBeside, LayerInput, Mlp, mlp_class_of
 from engine.compute.cuda.fused_norms import FusedNorm, add, add_and_norm, eps_of, is_norm, norm
 from engine.compute.cuda.fused_products import (
     OF_ONE_ROW,

@@ -1,4 +1,4 @@
-"""What comes behind a layer's attention: its MLP or mixture, and what a step brings for the layer alone."""
+"""What comes behind a layer's attention: its MLP or mixture, and what is beside these."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from engine.compute.cuda.fused_norms import FusedNorm, add, is_norm
+from engine.compute.cuda.fused_norms import FusedNorm, add, is_norm, norm
 from engine.compute.cuda.fused_products import (
     OF_ROWS,
     Products,
@@ -18,8 +18,10 @@ from engine.compute.cuda.fused_products import (
     joined,
 )
 from engine.compute.native.families import family_of, is_read_mixture, is_whole
+from engine.compute.native.layer_form import BESIDE
 from engine.compute.native.modules import activation_of, mlp_names
 
+_NORMS_BESIDE = tuple(name for name in BESIDE if name.endswith(("_1", "_2")))
 _ANY = 0.5  # what a product may be multiplied with, so that this is compared, too
 
 
@@ -170,3 +172,35 @@ class LayerInput(nn.Module):
         """`rows` [N, hidden] and what comes of `brought` [N, width] and them, times `factor`."""
         gated = gate_apart(self.gate(rows), brought, self.activation)
         return add(rows, self.projection(gated), self.norm, factor=factor)
+
+
+class ExpertsBeside(nn.Module):
+    """What a layer's experts add to its MLP's answer, both normed.
+
+    Three launches, and those of the router and the experts, which are called as they are: three and four.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        family = family_of(layer)
+        assert family is not None, "only layers that fit are asked for"
+        self.router, self.experts = layer.router, layer.experts
+        self.before = FusedNorm(layer.pre_feedforward_layernorm_2, family.norm)
+        self.of_mlp = FusedNorm(layer.post_feedforward_layernorm_1, family.norm)
+        self.of_experts = FusedNorm(layer.post_feedforward_layernorm_2, family.norm)
+
+    @staticmethod
+    def are_of(layer: Any) -> bool:
+        """True for a layer that has them."""
+        return all(hasattr(layer, name) for name in BESIDE)
+
+    @staticmethod
+    def fits(layer: Any, dtype: torch.dtype) -> bool:
+        """True for those that can be computed; the layer's answer is still to be compared."""
+        return all(is_norm(getattr(layer, name), dtype) for name in _NORMS_BESIDE)
+
+    def added(self, answer: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        """What an MLP answers and what experts make of `total`, which it was normed from; all [N, hidden]."""
+        _, shares, chosen = self.router(total)
+        answer_of_experts = self.experts(norm(total, self.before), chosen, shares)
+        return add(norm(answer, self.of_mlp), answer_of_experts, self.of_experts)

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionBackend, AttentionContext
-from engine.compute.attention.kv_tensors import KvTensors
-from engine.compute.cuda.fused_beside import ExpertsBeside
 from engine.compute.cuda.fused_experts import FusedExperts, equal_experts
 from engine.compute.cuda.fused_latent import fuse_latent_attentions
 from engine.compute.cuda.fused_layer import FusedLayer
+from engine.compute.cuda.fused_mlp import ExpertsBeside
 from engine.compute.cuda.fused_parts import fuse_parts
 from engine.compute.cuda.fused_products import OF_ONE_ROW, OF_ROWS, Products
 from engine.compute.cuda.fused_router import equal_router, router_class_of
@@ -23,7 +22,7 @@ from engine.compute.cuda.state_scans import TritonScans
 from engine.compute.cuda.triton_attention import TritonAttention
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.native.closeness import is_close
-from engine.compute.native.observation import Observation, observe
+from engine.compute.native.observation import Observation, Seen, observe
 from engine.compute.runner.scratch_pass import forward_of
 from engine.compute.runner.self_check import packed_difference, packed_sample
 
@@ -104,43 +103,38 @@ def _difference(changed: LoadedModel, loaded: LoadedModel, block_size: int, *, i
     return packed_difference(found, expected, loaded.dtype, has_blocks=False)
 
 
-@torch.inference_mode()
 def fuse_experts(loaded: LoadedModel, block_size: int) -> int:
     """Replace the experts of each layer that answer alike: how many layers there were.
 
     Raises whatever a compiler or driver does.
     """
-    modules = loaded.model.named_modules()
-    fitting = [name for name, module in modules if FusedExperts.fits(module, loaded.dtype)]
-    if not fitting:
-        return 0
-    observation = observe(loaded, fitting, block_size)
-    count = 0
-    for name in fitting:
-        seen = observation.seen.get(name)
-        made = seen and equal_experts(loaded.model.get_submodule(name), seen, loaded.dtype)
-        if made is None:
-            log.debug("%s answer otherwise when fused: the experts stay", name)
-            continue
-        loaded.model.set_submodule(name, made)
-        count += 1
-    return count
+    return _replace(loaded, block_size, FusedExperts.fits, equal_experts)
 
 
-@torch.inference_mode()
 def fuse_routers(loaded: LoadedModel, block_size: int) -> int:
     """Replace the router of each layer that chooses alike: how many layers there were.
 
     Raises whatever a compiler or driver does.
     """
-    modules = loaded.model.named_modules()
-    fitting = [name for name, module in modules if router_class_of(module, loaded.dtype)]
+    return _replace(loaded, block_size, router_class_of, equal_router)
+
+
+@torch.inference_mode()
+def _replace(
+    loaded: LoadedModel,
+    block_size: int,
+    fits: Callable[[Any, torch.dtype], Any],
+    make: Callable[[Any, Seen, torch.dtype], nn.Module | None],
+) -> int:
+    """Have what is made stand for each module that fits, where anything is: how many there were."""
+    fitting = [name for name, module in loaded.model.named_modules() if fits(module, loaded.dtype)]
     seen = observe(loaded, fitting, block_size).seen if fitting else {}
     count = 0
     for name in fitting:
-        made = name in seen and equal_router(loaded.model.get_submodule(name), seen[name], loaded.dtype)
-        if not isinstance(made, nn.Module):
-            log.debug("%s chooses otherwise when fused: the router stays", name)
+        call = seen.get(name)
+        made = None if call is None else make(loaded.model.get_submodule(name), call, loaded.dtype)
+        if made is None:
+            log.debug("%s answers otherwise when fused: it stays", name)
             continue
         loaded.model.set_submodule(name, made)
         count += 1
@@ -155,9 +149,7 @@ def fuse_layers(loaded: LoadedModel, backend: AttentionBackend, block_size: int)
         return 0
     routers = [_router_of(name) for name in fitting if ExpertsBeside.are_of(loaded.model.get_submodule(name))]
     observation = observe(loaded, [*fitting, *map(_mlp_of, fitting), *routers], block_size)
-    kv = observation.kv
-    empty = KvTensors(kv.layers, kv.num_blocks, kv.block_size, kv.compute_dtype, kv.device)
-    context = AttentionContext(observation.inputs, empty, backend)
+    context = observation.context(backend)
     count = 0
     for name in fitting:
         made = _equal_layer(loaded.model.get_submodule(name), name, observation, context)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.compute.cuda.layer_kernels import _normed
 from engine.compute.cuda.triton_pages import (
     as_bytes,
     inverse_of,
@@ -58,12 +59,12 @@ def _turned(source, columns, cosines, sines, STEP: tl.constexpr, COUNT: tl.const
 
 
 @triton.jit
-def _normed(source, weight, columns, eps, COUNT: tl.constexpr):
-    """COUNT numbers from `source` on in float32, divided by their size and multiplied with `weight`."""
+def _row_normed(source, weight, columns, eps, COUNT: tl.constexpr):
+    """The norm of COUNT numbers from `source` on, by `weight`, in float32."""
     mask = columns < COUNT
     row = tl.load(source + columns, mask=mask, other=0.0).to(tl.float32)
     scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-    return row * tl.rsqrt(tl.sum(row * row, 0) / COUNT + eps) * scale
+    return _normed(row, scale, eps, COUNT)
 
 
 @triton.jit
@@ -103,7 +104,7 @@ def latent_kernel(
     if tl.program_id(0) % 2 == 0:
         if HAS_QUERIES:
             columns = tl.arange(0, PADDED_QUERIES)
-            row = _normed(source, query_weight, columns, query_eps, QUERIES)
+            row = _row_normed(source, query_weight, columns, query_eps, QUERIES)
             tl.store(
                 normed + token * QUERIES + columns, row.to(normed.dtype.element_ty), mask=columns < QUERIES
             )
@@ -112,7 +113,7 @@ def latent_kernel(
         if slot >= 0:
             kind: tl.constexpr = given.dtype.element_ty
             columns, rest = tl.arange(0, PADDED_RANK), tl.arange(0, PADDED_ROTATED)
-            latent = _normed(source + QUERIES, latent_weight, columns, latent_eps, RANK).to(kind)
+            latent = _row_normed(source + QUERIES, latent_weight, columns, latent_eps, RANK).to(kind)
             angles = token * ANGLES
             turned = _turned(
                 source + QUERIES + RANK, rest, cosines + angles, sines + angles, STEP, ROTATED, ORDER

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from config import ModelSettings
+from engine.compute.attention import CpuAttention
 from engine.compute.loading.coded_weights import code_kinds
 from engine.compute.loading.loader import LoadedModel, leave_file, leave_file_wholly
 from engine.compute.native.compiler import find_compiler, find_library, library
@@ -260,7 +261,7 @@ def _replace_all(loaded: LoadedModel, places: list[Place], kernels: NativeKernel
     """How many of each kind were replaced. What answers otherwise stays, and the log says so."""
     count: Counter[str] = Counter()
     observation = observe(loaded, list(names_to_observe(loaded.model, places)))
-    context = observation.context(kernels)
+    context = observation.context(CpuAttention(kernels))
     for place in places:
         made = make_equal(loaded.model.get_submodule(place.name), place, observation, context, kernels)
         if made is None:

@@ -14,9 +14,7 @@ from torch import nn
 from engine.compute.attention import (
     AttentionBackend,
     AttentionContext,
-    CpuAttention,
     LayerCall,
-    RowAttention,
     StepAttention,
 )
 from engine.compute.attention.context import HeadNorms, HeadTurns, RotatingStep
@@ -55,11 +53,11 @@ class Observation:
     inputs: StepInputs
     kv: KvTensors
 
-    def context(self, rows: RowAttention) -> AttentionContext:
+    def context(self, backend: AttentionBackend) -> AttentionContext:
         """The same step over empty tensors, so that an attention can be asked again."""
         kv = self.kv
         empty = KvTensors(kv.layers, kv.num_blocks, kv.block_size, kv.compute_dtype, kv.device)
-        return AttentionContext(self.inputs, empty, CpuAttention(rows))
+        return AttentionContext(self.inputs, empty, backend)
 
 
 @torch.inference_mode()

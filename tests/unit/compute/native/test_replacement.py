@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from engine.compute.attention import CpuAttention
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.native.closeness import is_close
 from engine.compute.native.kernels import NativeKernels
@@ -74,7 +75,7 @@ def test_no_module_stays_for_differences_that_rounding_makes_steps_of(
 
     def is_replaced(given: torch.Tensor, output: torch.Tensor) -> bool:
         seen = told(observation, place, last, given, output)
-        return make_equal(original, place, seen, seen.context(kernels), kernels) is not None
+        return make_equal(original, place, seen, seen.context(CpuAttention(kernels)), kernels) is not None
 
     noise = torch.randn(given.shape, generator=torch.Generator().manual_seed(0))
     close = given * (1 + 5e-5 * noise)
