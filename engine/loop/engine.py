@@ -378,6 +378,7 @@ class Engine:
             self._abandon,
             checks_stops=bool(sampling.stop),
             scores_only=request.scores_only,
+            wake=self._requests.turns.add,
         )
 
     def _abandon(self, request_id: str, failure: RequestFailed | None) -> None:

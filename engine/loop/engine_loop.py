@@ -61,7 +61,7 @@ class EngineLoop:
         watchdog: Watchdog,
     ) -> None:
         self._batcher = parts.batcher
-        self._pipeline = StepPipeline(parts.runner, executors.target)
+        self._pipeline = StepPipeline(parts.runner, executors.target, requests.turns)
         self._requests = requests
         self._metrics = metrics
         self._clock = clock
@@ -371,6 +371,7 @@ class EngineLoop:
             if stop is not None or token.finish_reason is not None:
                 self._finish(token, stop)
         self._requests.gaps.end_step(now)
+        self._requests.turns.begin()
         self._metrics.generation_tokens += num_delivered
 
     def _finish(self, token: CommittedToken, stop: str | None) -> None:

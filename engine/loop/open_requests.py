@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from engine.errors import EngineError, Overloaded
+from engine.loop.reader_turns import ReaderTurns
 from engine.loop.stream import Finish, RequestStream, RequestTiming
 from engine.loop.time_limits import TimeLimits
 from engine.plan.metrics.batch_metrics import BatchMetrics
@@ -118,6 +119,7 @@ class OpenRequests:
         self._clock = clock
         self._time_limits = time_limits
         self.shares = TenantShares(clock)
+        self.turns = ReaderTurns()
         self.gaps = TokenGaps(metrics.inter_token_latency)  # to be told of each step's end
         self.num_ended = 0  # choices, since the start
         self._requests: dict[str, Request] = {}

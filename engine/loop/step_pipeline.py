@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 
 from engine.loop.engine_parts import AheadRunner, LaunchedStep, StepRunner
+from engine.loop.reader_turns import ReaderTurns
 from engine.plan.grammar import Grammar
 from engine.plan.step_records import NO_TOKEN, SampledRows, SamplingInputs, StepInputs, StepResult
 
@@ -18,13 +21,14 @@ class StepPipeline:
     """The runner, for the event loop: `launch` a step, `draw` it where that is later, `read` the oldest.
 
     A runner that is no AheadRunner has its step read before the next is launched. One that is does everything
-    on the target thread, which launches nothing while it waits for a result: launch before reading. Grammars
-    are shown there what was drawn by them. `can_launch_ahead` is True if a step may be launched before the
-    last one is read.
+    on the target thread, which launches nothing while it waits for a result: launch before reading. While it
+    launches or draws, readers' turns are held. Grammars are shown there what was drawn by them.
+    `can_launch_ahead` is True if a step may be launched before the last one is read.
     """
 
-    def __init__(self, runner: StepRunner, executor: Executor) -> None:
+    def __init__(self, runner: StepRunner, executor: Executor, turns: ReaderTurns) -> None:
         self._executor = executor
+        self._turns = turns
         self._runner = runner
         self._ahead_runner = runner if isinstance(runner, AheadRunner) else None
         self.can_launch_ahead = self._ahead_runner is not None
@@ -33,15 +37,25 @@ class StepPipeline:
 
     def launch(self, inputs: StepInputs) -> None:
         """Start a step; what it raises, `read` does. Loop thread."""
-        loop = asyncio.get_running_loop()
         if self._ahead_runner is not None:
-            loop.run_in_executor(self._executor, self._launch, self._ahead_runner, inputs)
+            self._queue(partial(self._launch, self._ahead_runner, inputs))
         else:
+            loop = asyncio.get_running_loop()
             self._flying.append(loop.run_in_executor(self._executor, self._run, inputs))
 
     def draw(self, sampling: SamplingInputs) -> None:
         """Have the newest step drawn, which was launched without its draw; what it raises, `read` does."""
-        asyncio.get_running_loop().run_in_executor(self._executor, self._draw, sampling)
+        self._queue(partial(self._draw, sampling))
+
+    def _queue(self, work: Callable[[], None]) -> None:
+        """Have the target thread do what does not wait for the device; readers wait for the thread."""
+        loop = asyncio.get_running_loop()
+
+        def work_and_release() -> None:
+            work()
+            loop.call_soon_threadsafe(self._turns.release)
+
+        loop.run_in_executor(self._executor, work_and_release if self._turns.hold() else work)
 
     async def read(self) -> StepResult:
         """The result of the oldest step launched and not read yet. Raises what the runner raised."""

@@ -54,6 +54,11 @@ class OutputDelta(NamedTuple):
     are_drafts: tuple[bool, ...] = ()  # for each of `token_ids`: an accepted draft, not drawn by the target
 
 
+def _wake_at_once(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
 @dataclass(slots=True, eq=False)
 class RequestStream:
     """An async iterator of `OutputDelta` with exactly one terminal delta, for one reader.
@@ -63,7 +68,8 @@ class RequestStream:
     the end, which is an error even if the request had ended well by then.
 
     With `scores_only` the one token that is put is the last of the prompt, see `Request`: only its
-    log-probability is given.
+    log-probability is given. `wake` ends the reader's wait for a token, at once
+    or in its turn; the end is told at once.
     """
 
     request_id: str
@@ -71,6 +77,7 @@ class RequestStream:
     _on_abandon: Callable[[str, RequestFailed | None], None]
     checks_stops: bool = field(kw_only=True)
     scores_only: bool = field(kw_only=True, default=False)
+    wake: Callable[[asyncio.Future[None]], None] = field(kw_only=True, default=_wake_at_once)
     first_token_time: float | None = field(init=False, default=None)
     last_token_time: float = field(init=False, default=-1.0)  # before any
     _token_ids: list[int] = field(init=False, default_factory=list)
@@ -84,7 +91,8 @@ class RequestStream:
     _hides_last: bool = field(init=False, default=False)  # the newest token's text is not part of the output
     _stopped: bool = field(init=False, default=False)  # a stop string matched: no text follows
     _taken: bool = field(init=False, default=False)  # the terminal delta was handed out
-    _waiter: asyncio.Future[None] | None = field(init=False, default=None)
+    _waiter: asyncio.Future[None] | None = field(init=False, default=None)  # the last, which may be over
+    _is_called: bool = field(init=False, default=False)  # for `_waiter`, which has its turn or waits for it
 
     @property
     def is_finished(self) -> bool:
@@ -117,7 +125,9 @@ class RequestStream:
             self._text += delta.text
             stop = delta.stop
             self._stopped = stop is not None
-        self._wake_reader()
+        if self._waiter is not None and not self._is_called:
+            self._is_called = True
+            self.wake(self._waiter)
         return stop
 
     def put_prompt_logprobs(self, first: int, records: Sequence[TokenLogprobs]) -> None:
@@ -131,11 +141,8 @@ class RequestStream:
         """Set the terminal event; only the first one counts."""
         if self._finish is None:
             self._finish = finish
-            self._wake_reader()
-
-    def _wake_reader(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            if self._waiter is not None:
+                _wake_at_once(self._waiter)
 
     # The reader's side.
 
@@ -154,7 +161,7 @@ class RequestStream:
             raise StopAsyncIteration
         while True:
             while (self._failure is not None or not self._token_ids) and self._finish is None:
-                self._waiter = asyncio.get_running_loop().create_future()
+                self._waiter, self._is_called = asyncio.get_running_loop().create_future(), False
                 await self._waiter
             try:
                 return self._take()

@@ -15,6 +15,7 @@ from config import load_settings
 from tests.bench.attention import run_attention
 from tests.bench.batches import run_batches
 from tests.bench.context import BenchContext
+from tests.bench.crowd import run_crowd
 from tests.bench.deadlines import run_deadlines
 from tests.bench.decode import run_decode
 from tests.bench.delayed import run_delayed
@@ -71,6 +72,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "speculation": run_speculation,
     "hybrid": run_hybrid,
     "delayed": run_delayed,
+    "crowd": run_crowd,
     "repetitive": run_repetitive,
     "batches": run_batches,
     "deadlines": run_deadlines,

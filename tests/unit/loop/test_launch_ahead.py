@@ -13,6 +13,7 @@ import pytest
 
 from engine.errors import EngineDead, OutOfDeviceMemory, RequestFailed
 from engine.loop.engine_parts import AheadRunner, EngineState, Executors
+from engine.loop.reader_turns import ReaderTurns
 from engine.loop.step_pipeline import StepPipeline
 from engine.plan.request import FinishReason
 from engine.plan.speculation.drafter import DraftResult
@@ -69,7 +70,7 @@ async def test_a_batch_is_never_waited_for_until_the_last_of_it_ends() -> None:
 async def test_a_runner_that_cannot_is_given_one_step_at_a_time() -> None:
     assert not isinstance(FakeRunner(1, 1), AheadRunner)
     assert isinstance(AheadFakeRunner(1, 1), AheadRunner)
-    assert not StepPipeline(FakeRunner(1, 1), InlineExecutor()).can_launch_ahead
+    assert not StepPipeline(FakeRunner(1, 1), InlineExecutor(), ReaderTurns()).can_launch_ahead
 
 
 # What is drawn in vain is nobody's.
@@ -332,7 +333,7 @@ class _Waited:
 async def test_what_follows_a_step_that_could_not_be_launched_is_not_launched_either() -> None:
     runner = Refusing()
     executor: Executor = Executors.threads().target
-    pipeline = StepPipeline(runner, executor)
+    pipeline = StepPipeline(runner, executor, ReaderTurns())
     unadjusted = SimpleNamespace(adjustments=())
     plain: Any = SimpleNamespace(previous_rows=None, sampling=unadjusted)
     following: Any = SimpleNamespace(previous_rows=[0], sampling=unadjusted)

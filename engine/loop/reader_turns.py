@@ -1,0 +1,75 @@
+"""ReaderTurns: wakes the readers of streams some at a time, so that the next step does not wait for all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+READERS_A_TURN = 32  # of some 40 µs each, where each writes an event to a socket
+LONGEST_HOLD_S = 0.001  # several times what the host takes to queue a recorded step
+
+
+class ReaderTurns:
+    """Wakes readers in the order in which something came for them, READERS_A_TURN in a turn of the loop.
+
+    An event loop runs what is ready in the order in which it became so. If all readers of a large batch were
+    ready at once, a step that lands meanwhile would be looked at behind all of them, and a quick device would
+    wait for the host. Readers whose turn has not come when it is looked at find the tokens of both steps in
+    one delta: the further the host is behind, the more tokens an event carries, and the fewer events there
+    are. While another thread queues a step, nobody is woken: each of its calls that lets go of the
+    interpreter would get it back behind a reader. Few readers are woken at once. Loop thread only.
+    """
+
+    def __init__(self) -> None:
+        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._next_turn: asyncio.Handle | None = None
+        self._hold: asyncio.TimerHandle | None = None
+
+    def add(self, waiter: asyncio.Future[None]) -> None:
+        """Something has come for a reader, which the next `begin` wakes if it still waits."""
+        self._waiters.append(waiter)
+
+    def begin(self) -> None:
+        """All of a step were added: wake them, or the first of them soon."""
+        if self._next_turn is not None or self._hold is not None:
+            return
+        if len(self._waiters) > READERS_A_TURN:
+            self._plan()
+        else:
+            self._wake_some()
+
+    def hold(self) -> bool:
+        """Wake nobody until `release`, for LONGEST_HOLD_S at most; False if so few wait that none is held."""
+        if len(self._waiters) <= READERS_A_TURN:
+            return False
+        if self._hold is not None:
+            self._hold.cancel()
+        self._hold = asyncio.get_running_loop().call_later(LONGEST_HOLD_S, self.release)
+        return True
+
+    def release(self) -> None:
+        """Go on at once with those who wait, before what is ready by now. Without a hold nothing changes."""
+        if self._hold is not None:
+            self._hold.cancel()
+            self._hold = None
+            self._wake_some()
+
+    def _plan(self) -> None:
+        self._next_turn = asyncio.get_running_loop().call_soon(self._let_others_go_first)
+
+    def _let_others_go_first(self) -> None:
+        """What is ready by now runs before the turn: it may launch a step, and hold it."""
+        self._next_turn = asyncio.get_running_loop().call_soon(self._take_turn)
+
+    def _take_turn(self) -> None:
+        self._next_turn = None
+        if self._hold is None:
+            self._wake_some()
+
+    def _wake_some(self) -> None:
+        for _ in range(min(READERS_A_TURN, len(self._waiters))):
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+        if self._waiters and self._next_turn is None:
+            self._plan()
