@@ -2,7 +2,8 @@
 
 `python -m tests.bench.stated_server MILLISECONDS MICROSECONDS FLAGS...`: a step lasts so many milliseconds,
 and so many microseconds more for each of its sequences. The host does what it does for a GPU (see
-CudaRunner): it launches steps ahead and fills their tables, of which nothing is read. All tokens are one.
+CudaRunner): it launches steps ahead and fills their tables, of which nothing is read. Each token is the
+likeliest of the same logits.
 """
 
 from __future__ import annotations
@@ -15,30 +16,45 @@ from unittest.mock import patch
 
 import torch
 
+from engine.compute.attention import LayerCall, StepAttention
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.cuda.cuda_runner import CudaRunner
-from engine.compute.cuda.device_draw import TORCH_DRAWS, DrawColumns
+from engine.compute.cuda.device_draw import DeviceDraws, DrawColumns
 from engine.compute.cuda.graphs.launched import Launched
 from engine.compute.cuda.graphs.step_graphs import GraphLimits
+from engine.compute.cuda.triton_tables import StepTables
 from engine.compute.cuda.triton_work import Workforce
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.model_runner import ForDrafts
+from engine.compute.sampling.processors import Filters
 from engine.compute.sampling.sampler import Sampler
 from engine.plan.step_records import SamplingInputs, StepInputs, StepResult
 from engine.startup import build_runner
 from engine.startup.build_runner import RunnerSizes
 from server.commands.cli import main
-from tests.support.recorded import TabledReference
+from tests.support.recorded import TabledReference, TabledStep
 
 NUM_PROCESSORS = 132  # an H200's: what work is divided among
-THE_TOKEN = 100
 
 
-class ManyProcessors(TabledReference):
-    """Divides work as for a large GPU."""
+class OfAnyNumbers(TabledReference):
+    """Divides work as for a large GPU; what recordings attend to is nothing."""
 
     def workforce(self, kv: KvTensors) -> Workforce:
         return Workforce.of(NUM_PROCESSORS, kv.compute_dtype.itemsize)
+
+    def step(self, tables: StepTables, kv: KvTensors) -> StepAttention:
+        return StepOfNothing(tables, kv)
+
+
+class StepOfNothing(TabledStep):
+    """Has the tables laid out and reads nothing of them."""
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """See StepAttention."""
+
+    def attend(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        return super().attend(query, call).zero_()
 
 
 class DoesNothing:
@@ -49,9 +65,15 @@ class DoesNothing:
         return lambda: None
 
 
-def draw_the_token(logits: torch.Tensor, _: DrawColumns) -> torch.Tensor:
-    """See draw_plain."""
-    return torch.full((len(logits),), THE_TOKEN)
+def _greedy(logits: torch.Tensor, _: DrawColumns) -> torch.Tensor:
+    return logits.argmax(dim=1)
+
+
+def _greedy_at(logits: torch.Tensor, places: torch.Tensor, _: Filters, __: torch.Tensor) -> torch.Tensor:
+    return logits.index_select(0, places).argmax(dim=1)
+
+
+GREEDY = DeviceDraws(_greedy, _greedy_at)  # a device takes no longer for others
 
 
 class StatedStep:
@@ -107,11 +129,10 @@ def serve(milliseconds: str, microseconds: str, *flags: str) -> int:
     ) -> StatedRunner:
         plain = build_runner.make_runner(loaded, sampler, sizes, for_drafts)
         assert not isinstance(plain, CudaRunner)
-        plain.forward.backend = ManyProcessors()
+        plain.forward.backend = OfAnyNumbers()
         max_blocks = -(-loaded.max_model_len // sizes.block_size)
         limits = GraphLimits(sizes.max_num_seqs, max_blocks, sizes.max_draft_tokens)
-        draws = TORCH_DRAWS._replace(plain=draw_the_token)
-        runner = CudaRunner(plain, sizes.max_num_tokens, limits, DoesNothing(), draws)
+        runner = CudaRunner(plain, sizes.max_num_tokens, limits, DoesNothing(), GREEDY)
         return StatedRunner(runner, float(milliseconds) / 1e3, float(microseconds) / 1e6)
 
     with patch("engine.startup.build.make_runner", make_runner):
