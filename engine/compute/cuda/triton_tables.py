@@ -94,14 +94,13 @@ class StepTables:
         A `buffer`, of as much `room` or more, may be shared with tables that are not in use at the same time.
         """
         layout = self._layout(shapes, others)
+        assert self._bucket is not None
         self.arrays = DeviceInts(layout, self._device, "block_tables", buffer)
         for number, shape in enumerate(shapes):
             kinds = self._workforce.kinds
             items = tuple(self.arrays[f"{number}.{kind.name}"] for kind in kinds)
-            num_partials = sum(
-                max_partials(kind, len(rows), shape, self._workforce.processors)
-                for rows, kind in zip(items, kinds, strict=True)
-            )
+            num_items = [len(rows) for rows in items]
+            num_partials = max_partials(self._workforce, num_items, self._bucket.max_tokens, shape)
             self._works[shape] = DeviceWork(items, self.arrays[f"{number}.merges"], num_partials)
 
     def fill(self, inputs: StepInputs, others: Mapping[str, Int32] = MappingProxyType({})) -> None:

@@ -6,6 +6,7 @@ are fewer tiles than the device can work on at a time: a long context is then re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -216,16 +217,26 @@ def max_items(kind: TileKind, max_sequences: int, max_tokens: int, shape: HeadSh
     return 2 * tiles + -(-processors * kind.programs // kind.programs_of_an_item(shape))
 
 
-def max_partials(kind: TileKind, num_items: int, shape: HeadShape, processors: int) -> int:
-    """At least as many partial rows as up to `num_items` items of a kind can have.
+def max_partials(workforce: Workforce, num_items: Sequence[int], num_tokens: int, shape: HeadShape) -> int:
+    """At least as many partial rows as a step of up to `num_tokens` has in up to `num_items` of each kind.
 
-    A tile's keys are cut where they fill more than one run. Where they begin at 0 it has at most twice as
-    many runs as it fills, and all tiles fill no more than there are programs wanted. Behind a window any tile
-    may lie across a border.
+    A run is so long that the keys of all tiles of a kind would fill no more runs than it has programs wanted,
+    for the heads of an item together (`_run_length`). Runs end at fixed borders: a tile of n keys lies in
+    less than n / length + 2 of them, and its queries have a row in each. So all kinds have together at most
+    two rows for each token, and beside these each kind a row for each query of as many tiles as runs are
+    wanted.
+
+    Where keys begin at 0 only the last run of a tile is not full, which makes it one row for each token. And
+    a tile is cut where it fills more than one run, into less than twice what it fills: a kind has no more
+    rows than that, whatever its tokens.
     """
-    if shape.reach is None:
-        num_items = min(num_items, 2 * -(-processors * kind.programs // kind.programs_of_an_item(shape)))
-    return num_items * kind.queries
+    by_items = by_tokens = 0
+    for kind, most in zip(workforce.kinds, num_items, strict=True):
+        runs = -(-workforce.processors * kind.programs // kind.programs_of_an_item(shape))
+        filled = most if shape.reach is not None else min(most, 2 * runs)
+        by_items += filled * kind.queries
+        by_tokens += min(most, runs) * kind.queries
+    return min(by_items, by_tokens + num_tokens * (1 if shape.reach is None else 2))
 
 
 def _count_up(counts: Indices) -> Indices:

@@ -106,35 +106,52 @@ def test_the_room_of_a_bucket_is_enough(chunks: list[Chunk], reach: Reach | None
     workforce = Workforce.of(H200, 2)
     num_tokens = sum(chunk.count for chunk in chunks)
     work = cut_work(lengths_of(chunks), shape, workforce)
-    num_partials = 0
-    for kind, items in zip(workforce.kinds, work.items, strict=True):
-        most = max_items(kind, len(chunks), num_tokens, shape, H200)
-        assert len(items) <= most
-        num_partials += max_partials(kind, most, shape, H200)
-    assert work.num_partials <= num_partials
+    room = [max_items(kind, len(chunks), num_tokens, shape, H200) for kind in workforce.kinds]
+    assert all(len(items) <= most for items, most in zip(work.items, room, strict=True))
+    assert work.num_partials <= max_partials(workforce, room, num_tokens, shape)
+
+
+# As tokens mostly come; windows begin at all places of a run, and reach over many of them.
+sequences = st.tuples(st.integers(0, 130_000), st.sampled_from([1, 1, 1, 4, 16, 30, 100, 128, 700]))
+windows = st.sampled_from([None, 1, 128, 512, 4096, 60_000]).map(lambda size: Reach.of(size, None))
 
 
 @settings(max_examples=share_of(100), deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 130_000), st.sampled_from([1, 1, 1, 4, 30, 100, 700])), max_size=40),
+    st.lists(sequences, max_size=40),
     st.sampled_from([HeadShape(32, 8, None), HeadShape(20, 1, None), HeadShape(128, 1, None)]),
+    windows,
     st.sampled_from([1, 7, H200]),
 )
 def test_long_contexts_have_room_for_their_partial_rows(
-    steps: list[tuple[int, int]], shape: HeadShape, processors: int
+    steps: list[tuple[int, int]], heads: HeadShape, reach: Reach | None, processors: int
 ) -> None:
-    workforce = Workforce.of(processors, 2)
+    workforce, shape = Workforce.of(processors, 2), heads._replace(reach=reach)
     work = cut_work(lengths_of([Chunk(*step) for step in steps]), shape, workforce)
-    items = zip(workforce.kinds, work.items, strict=True)
-    assert work.num_partials <= sum(max_partials(kind, len(rows), shape, processors) for kind, rows in items)
+    num_tokens = sum(count for _, count in steps)
+    assert work.num_partials <= max_partials(workforce, [len(rows) for rows in work.items], num_tokens, shape)
+
+
+@pytest.mark.parametrize("count", [1, 16, 128])
+def test_tiles_that_lie_across_a_border_need_two_rows_for_each_token(count: int) -> None:
+    """Which is what the bound behind a window has of them, beside the runs that long ones would fill."""
+    border = 1 << 16  # of runs of any length here
+    chunks = [Chunk(border - count // 2, count)] * 64
+    work = cut_work(lengths_of(chunks), HeadShape(32, 8, Reach.of(512, None)), Workforce.of(H200, 2))
+    assert work.num_partials == 2 * 64 * count
+
+
+def partials_of(reach: Reach | None) -> int:
+    """Those that a recorded step of 2,048 tokens and 256 sequences keeps room for, of Llama 8B's heads."""
+    workforce, shape = Workforce.of(H200, 2), HeadShape(32, 8, reach)
+    most = [max_items(kind, 256, 2048, shape, H200) for kind in workforce.kinds]
+    return max_partials(workforce, most, 2048, shape)
 
 
 def test_a_recorded_step_keeps_few_partial_rows() -> None:
     """Of 32 heads of 128 those of all items were 1.4 GB, of 20 latent ones 3.4."""
-    workforce, shape = Workforce.of(H200, 2), HeadShape(32, 8, None)
-    most = [max_items(kind, 256, 2048, shape, H200) for kind in workforce.kinds]
-    rooms = zip(workforce.kinds, most, strict=True)
-    assert sum(max_partials(kind, count, shape, H200) for kind, count in rooms) < 3000
+    assert partials_of(None) < 3000
+    assert partials_of(Reach.of(512, None)) == 2 * 2048 + 33 * (1 + 16) + 5 * 128
 
 
 def programs(chunks: list[Chunk], shape: HeadShape) -> np.ndarray:
