@@ -213,7 +213,8 @@ def _run_length(tiles: _Tiles, kind: TileKind, programs_of_a_run: int, processor
 
 def max_items(kind: TileKind, max_sequences: int, max_tokens: int, shape: HeadShape, processors: int) -> int:
     """At least as many items of a kind as a step of up to that size can have."""
-    tiles = min(max_tokens, max_sequences + max_tokens // kind.queries)
+    of_a_sequence = -(-kind.max_queries // kind.queries)
+    tiles = min(max_tokens, max_sequences + max_tokens // kind.queries, max_sequences * of_a_sequence)
     return 2 * tiles + -(-processors * kind.programs // kind.programs_of_an_item(shape))
 
 

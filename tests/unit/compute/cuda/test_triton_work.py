@@ -154,6 +154,13 @@ def test_a_recorded_step_keeps_few_partial_rows() -> None:
     assert partials_of(Reach.of(512, None)) == 2 * 2048 + 33 * (1 + 16) + 5 * 128
 
 
+def test_a_recorded_step_has_items_for_one_tile_of_each_decode() -> None:
+    """With one for every token there were 4,129 programs for each K/V head."""
+    workforce, shape = Workforce.of(H200, 2), HeadShape(32, 8, None)
+    most = [max_items(kind, 256, 2048, shape, H200) for kind in workforce.kinds]
+    assert most == [2 * 256 + 33, 2 * (256 + 128) + 33, 2 * (256 + 16) + 5]
+
+
 def programs(chunks: list[Chunk], shape: HeadShape) -> np.ndarray:
     """Keys of every program of the step."""
     workforce = Workforce.of(H200, 2)
