@@ -51,8 +51,7 @@ class ForDrafts:
         (see NewFeatures): behind the oldest of these less than `feature_window` tokens were computed. Before
         a prompt is through nothing is taken, so that one run at most is a part of a prompt, and no other has
         more than _SHORT rows. That makes max(feature_window, _SHORT) + (feature_window - 1) + _SHORT rows,
-        each with a hidden state of each layer. Sequences that pass together share memory (`rows_apart`):
-        where one holds steps that others have let go of, the others' rows of these are not counted.
+        each with a hidden state of each layer.
 
         Where no layers are named there are no runs: the newest row of a sequence holds all that its step
         judged, 1 + `max_drafts` rows of each, and so does the one that was taken last. That makes two steps.
@@ -237,7 +236,7 @@ def verified_rows(inputs: StepInputs, verified: Verified) -> list[slice | list[i
 def rows_apart(hidden: torch.Tensor, query_lens: Int32, window: int) -> list[torch.Tensor]:
     """Copies of each sequence's rows of `hidden` [N, width]: of a long one the last `window` or a few more.
 
-    A long one has memory of its own. Short ones that lie side by side, decodes and their drafts, share some.
+    Each has memory of its own: one that is held for hundreds of steps would keep what passed beside it.
     """
     parts: list[torch.Tensor] = []
     most = max(window, _SHORT)
@@ -249,5 +248,6 @@ def rows_apart(hidden: torch.Tensor, query_lens: Int32, window: int) -> list[tor
             pairs = zip(stops, counts, strict=True)
             parts += [hidden[stop - min(count, most) : stop].clone() for stop, count in pairs]
         else:
-            parts += hidden[stops[0] - counts[0] : stops[-1]].clone().split_with_sizes(counts)
+            rows = hidden[stops[0] - counts[0] : stops[-1]]
+            parts += torch.ops.aten.split_with_sizes_copy(rows, counts)  # torch's stub has none that returns
     return parts
