@@ -228,7 +228,7 @@ def measure_kv_room(
         sizes = foresee_kv_room(settings, loaded, gauge).sizes
     work_bytes = 0
     if gauge is not None and "kv_cache_memory" not in settings.cache.model_fields_set:
-        sizes, work_bytes = _measure(loaded, sampler, gauge, sizes)
+        sizes, work_bytes = _measure(loaded, sampler, gauge, sizes, foreseen_draft_tokens(settings))
         log.info("the largest step works in %s", rough_size(work_bytes))
 
     def find(sizes: StepSizes) -> KvMemory:
@@ -248,10 +248,10 @@ def _with_seats_that_fit(room: KvRoom, find: Callable[[StepSizes], KvMemory]) ->
 
 
 def _measure(
-    loaded: LoadedModel, sampler: Sampler, gauge: MemoryGauge, sizes: StepSizes
+    loaded: LoadedModel, sampler: Sampler, gauge: MemoryGauge, sizes: StepSizes, num_drafts: int
 ) -> tuple[StepSizes, int]:
     """What the largest step takes, and the sizes that it has after all. Raises StartRefused."""
-    largest = LargestStep(sizes.max_num_batched_tokens, sizes.max_num_seqs, sizes.kv_block_size)
+    largest = LargestStep(sizes.max_num_batched_tokens, sizes.max_num_seqs, sizes.kv_block_size, num_drafts)
     try:
         return sizes, measure_largest_step(loaded, sampler, largest, gauge)
     except StartRefused:
@@ -259,4 +259,4 @@ def _measure(
         if fewer is None:
             raise
     log.warning("a step of %d tokens finds no memory: trying fewer", sizes.max_num_batched_tokens)
-    return _measure(loaded, sampler, gauge, fewer)
+    return _measure(loaded, sampler, gauge, fewer, num_drafts)

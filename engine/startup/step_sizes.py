@@ -108,11 +108,14 @@ class ModelNeeds:
     logits_of_row: int  # as the model gives them and as numbers of 32 bits, twice, to draw from
     max_model_len: int
     beside: MemoryBeside = NOTHING_BESIDE
+    given_of_row: int = 0  # logits as the model gives them
+    most_drafts: int = 0  # of a sequence in a step, each with a row of these
 
     @classmethod
     def of(cls, settings: Settings, loaded: LoadedModel, beside: MemoryBeside = NOTHING_BESIDE) -> ModelNeeds:
         """Those of a model or its outline."""
-        num_kept = max(LEAST_KEPT_ROWS, foreseen_draft_tokens(settings))
+        most_drafts = foreseen_draft_tokens(settings)
+        num_kept = max(LEAST_KEPT_ROWS, most_drafts)
         width = loaded.dtype.itemsize
         return cls(
             weights=weight_bytes(loaded.model),
@@ -122,11 +125,19 @@ class ModelNeeds:
             logits_of_row=loaded.vocab_size * (width + 8),
             max_model_len=loaded.max_model_len,
             beside=beside,
+            given_of_row=loaded.vocab_size * width,
+            most_drafts=most_drafts,
         )
 
     def work(self, sizes: StepSizes) -> int:
-        """About what the largest step takes beside weights, K/V and states, before it can be measured."""
-        return sizes.max_num_batched_tokens * self.work_of_token + sizes.max_num_seqs * self.logits_of_row
+        """About what the largest step takes beside weights, K/V and states, before it can be measured.
+
+        Where many drafts are verified, the logits of all rows are there once the layers are through.
+        """
+        num_tokens, num_seqs = sizes.max_num_batched_tokens, sizes.max_num_seqs
+        num_rows = min(num_tokens, num_seqs * (1 + self.most_drafts))
+        given = max(num_tokens * self.work_of_token, num_rows * self.given_of_row)
+        return given + num_seqs * self.logits_of_row
 
 
 def step_sizes(settings: Settings, needs: ModelNeeds, gpu_bytes: int | None) -> StepSizes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -18,11 +19,15 @@ from engine.plan.step_records import StepInputs
 
 
 class LargestStep(NamedTuple):
-    """The most that a step has: tokens, which are never too few for a token each, and sequences."""
+    """The most that a step has: tokens, which are never too few for a token each, and sequences.
+
+    With each newest token it verifies up to `num_drafts`, as far as the tokens go.
+    """
 
     num_tokens: int
     num_seqs: int
     block_size: int
+    num_drafts: int = 0
 
 
 def measure_largest_step(
@@ -30,8 +35,10 @@ def measure_largest_step(
 ) -> int:
     """The most bytes that a prompt step of all tokens and a decode step of all sequences have at once.
 
-    Each draws from its logits with a temperature. Both run over K/V of their own, which does not count and is
-    gone afterwards. On the thread that runs the model. Raises StartRefused where the memory is not there.
+    And one of all sequences with drafts, each of which has logits: those of 8,192 rows may take more than the
+    layers do. Each step draws from its logits with a temperature. All run over K/V of their own, which does
+    not count and is gone afterwards. On the thread that runs the model. Raises StartRefused where the memory
+    is not there.
     """
     try:
         return max(_measure(step, loaded, sampler, largest, gauge) for step in _steps(loaded, largest))
@@ -60,19 +67,27 @@ def _measure(
     return gauge.peak(work)
 
 
-def _steps(loaded: LoadedModel, largest: LargestStep) -> tuple[StepInputs, StepInputs]:
-    """A step that reads few and long prompts, as the budget holds, and one with a token of each sequence."""
+def _steps(loaded: LoadedModel, largest: LargestStep) -> Iterator[StepInputs]:
+    """A step that reads few and long prompts, as the budget holds, and one with a token of each sequence.
+
+    Where drafts are verified also one with as many rows as these want at most.
+    """
     longest = min(loaded.max_model_len, largest.num_tokens)
     whole, rest = divmod(largest.num_tokens, longest)
-    lengths = [longest] * whole + [rest] * bool(rest)
-    singles = [1] * min(largest.num_seqs, largest.num_tokens)
-    return _step(lengths, largest.block_size), _step(singles, largest.block_size)
+    num_seqs = min(largest.num_seqs, largest.num_tokens)
+    yield _step([longest] * whole + [rest] * bool(rest), largest.block_size)
+    yield _step([1] * num_seqs, largest.block_size)
+    if largest.num_drafts:
+        most = min(1 + largest.num_drafts, loaded.max_model_len)
+        each, more = divmod(min(num_seqs * most, largest.num_tokens), num_seqs)
+        lengths = [each + 1] * more + [each] * (num_seqs - more)
+        yield _step(lengths, largest.block_size, every_row=True)
 
 
-def _step(lengths: list[int], block_size: int) -> StepInputs:
+def _step(lengths: list[int], block_size: int, *, every_row: bool = False) -> StepInputs:
     parts, first = [], 0
     for length in lengths:
         num_blocks = -(-length // block_size)
         parts.append(Part([0] * length, 0, length, range(first, first + num_blocks)))
         first += num_blocks
-    return pack_step(parts, block_size, temperature=1.0)
+    return pack_step(parts, block_size, every_row=every_row, temperature=1.0)

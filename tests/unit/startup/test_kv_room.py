@@ -168,13 +168,20 @@ def test_what_is_recorded_follows_the_seats() -> None:
     assert few < many
 
 
-def test_the_larger_of_the_two_measured_steps_counts() -> None:
+def test_the_largest_of_the_measured_steps_counts() -> None:
+    """Without drafts there are two of them."""
     loaded = load_tiny("llama")
-    settings = load_settings(("--max-num-seqs", "4", "--max-num-batched-tokens", "32"), {})
+    flags = ("--max-num-seqs", "4", "--max-num-batched-tokens", "32")
     sampler = Sampler(loaded.vocab_size, loaded.device)
-    for peaks in ([5 * GIB, 2 * GIB], [1 * GIB, 5 * GIB]):
+    cases: list[tuple[list[int], tuple[str, ...]]] = [
+        ([5 * GIB, 2 * GIB, 1 * GIB], ()),
+        ([1 * GIB, 5 * GIB, 2 * GIB], ()),
+        ([1 * GIB, 2 * GIB, 5 * GIB], ()),
+        ([1 * GIB, 5 * GIB], ("--speculative-method", "none")),
+    ]
+    for peaks, more in cases:
         gauge = FakeGauge(peaks)
-        room = measure_kv_room(settings, loaded, sampler, gauge)
+        room = measure_kv_room(load_settings((*flags, *more), {}), loaded, sampler, gauge)
         assert room.memory == (72 * GIB - 20 * GIB - 5 * GIB, "--gpu-memory-utilization 0.9")
         assert gauge.peaks == []
 
@@ -195,7 +202,7 @@ class ScarceGauge(FakeGauge):
 def test_steps_that_find_no_memory_get_smaller_as_far_as_nobody_asked_for_them() -> None:
     loaded, settings = load_tiny("llama"), load_settings(("--max-num-seqs", "4"), {})
     sampler = Sampler(loaded.vocab_size, loaded.device)
-    room = measure_kv_room(settings, loaded, sampler, ScarceGauge([GIB, GIB], num_failures=2))
+    room = measure_kv_room(settings, loaded, sampler, ScarceGauge([GIB] * 3, num_failures=2))
     assert room.sizes.max_num_batched_tokens == 2048
     expected = "derived: 4096 find no memory to be computed in"
     assert room.sizes.origins["max_num_batched_tokens"] == expected
@@ -222,6 +229,19 @@ def test_before_weights_are_loaded_they_and_the_work_of_a_step_are_foreseen() ->
     )
     assert after.memory.num_bytes == 72 * GIB - 20 * GIB - needs.work(after.sizes)
     assert before.memory.num_bytes == after.memory.num_bytes - needs.weights
+
+
+def test_logits_of_drafts_are_foreseen_where_they_take_more_than_the_layers() -> None:
+    """Llama 8B's 256 seats with 32 drafts want all of 8,192 rows: 2.1 GB, the layers are computed in 1.2."""
+    needs = ModelNeeds(0, 0, 0, work_of_token=151_552, logits_of_row=1_282_560, max_model_len=1 << 17)
+    sizes = StepSizes(256, 8192, 64)
+    assert needs.work(sizes) == 8192 * 151_552 + 256 * 1_282_560
+    many = replace(needs, given_of_row=256_512, most_drafts=32)
+    assert many.work(sizes) == 8192 * 256_512 + 256 * 1_282_560
+    assert replace(many, most_drafts=3).work(sizes) == needs.work(sizes), "of 1,024 rows"
+    loaded, settings = load_tiny("llama"), load_settings(("--num-speculative-tokens", "5"), {})
+    found = ModelNeeds.of(settings, loaded)
+    assert (found.given_of_row, found.most_drafts) == (loaded.vocab_size * 4, 5)
 
 
 def test_weights_beside_the_models_are_foreseen_whether_its_own_are_there_or_not() -> None:
@@ -263,7 +283,7 @@ def test_what_is_loaded_later_keeps_its_room_once_work_is_measured() -> None:
     sampler = Sampler(loaded.vocab_size, loaded.device)
     settings = load_settings(("--max-num-seqs", "4", "--max-num-batched-tokens", "32"), {})
     plain, less = (
-        measure_kv_room(settings, loaded, sampler, FakeGauge([GIB, GIB]), coming=partial(mul, coming))
+        measure_kv_room(settings, loaded, sampler, FakeGauge([GIB] * 3), coming=partial(mul, coming))
         for coming in (0, 5 * GIB // 4)
     )
     assert plain.memory.num_bytes - less.memory.num_bytes == 5 * GIB
@@ -290,7 +310,7 @@ def test_sizes_that_drafters_were_made_by_stay() -> None:
     loaded = load_tiny("llama")
     sampler = Sampler(loaded.vocab_size, loaded.device)
     sizes = StepSizes(3, 32, 8)
-    room = measure_kv_room(load_settings((), {}), loaded, sampler, FakeGauge([0, 0]), sizes)
+    room = measure_kv_room(load_settings((), {}), loaded, sampler, FakeGauge([0] * 3), sizes)
     assert room.sizes is sizes
 
 

@@ -60,6 +60,17 @@ def test_prompts_of_the_whole_budget_and_a_token_of_every_sequence(family: str) 
     assert sum(tokens) == 50 + 6
 
 
+@pytest.mark.parametrize(("num_drafts", "num_rows"), [(3, 24), (32, 50), (7, 48)])
+@pytest.mark.parametrize("family", ["llama", "mamba"])
+def test_a_step_that_verifies_has_a_row_for_each_draft(family: str, num_drafts: int, num_rows: int) -> None:
+    """As many of six sequences' as the budget of 50 tokens holds."""
+    loaded = load_tiny(family)
+    sampler = CountingSampler(loaded)
+    largest = LARGEST._replace(num_drafts=num_drafts)
+    assert measure_largest_step(loaded, sampler, largest, FakeGauge([3, 2, 7])) == 7
+    assert sampler.draws[1:] == [(6, 1.0), (num_rows, 1.0)]
+
+
 def test_no_more_sequences_than_tokens() -> None:
     loaded = load_tiny("llama")
     sampler = CountingSampler(loaded)
