@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from engine.compute.cuda.device_draw import in_groups
 from engine.compute.drafters.eagle_kv import Span, last_rows
 from engine.compute.drafters.eagle_round import (
     FAR_BEHIND,
@@ -108,8 +109,9 @@ class LayerChains:
         if work.noise is None:
             return self._layer.token_ids[best], chance
         sampling, keys = work.noise.sampling, work.noise.keys
-        rows = np.flatnonzero(sampling.temperature[: len(logits)] > 0)
-        if len(rows):
+        sampled = np.flatnonzero(sampling.temperature[: len(logits)] > 0)
+        for group in in_groups(len(sampled), logits.shape[1]):
+            rows = sampled[group]
             filters = Filters.of_rows(sampling, rows, logits.shape[1], logits.device)
             support = process_logits(logits[torch.from_numpy(rows)], filters)
             own_keys = keys[rows, depth].to(logits.device)

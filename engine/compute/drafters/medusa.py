@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.compute.cuda.device_draw import in_groups
 from engine.compute.drafters.draft_tree import DraftTree
 from engine.compute.drafters.medusa_heads import (
     CONFIG_FILE,
@@ -80,7 +81,15 @@ class MedusaDrafter:
         """The tokens that each head puts first, best first: [jobs, depths, width]."""
         token_ids = self._heads.token_ids
         hidden = torch.stack([as_tensor(each.hidden)[-1] for each in features])  # [jobs, hidden]
-        scores = self._heads(hidden.to(token_ids.device))[:, : self._num_depths].float()
+        scores = self._heads(hidden.to(token_ids.device))[:, : self._num_depths]
+        groups = in_groups(len(jobs), self._num_depths * len(token_ids))
+        best = [self._best(scores[group].float(), jobs[group], features[group]) for group in groups]
+        return token_ids[torch.cat(best)]
+
+    def _best(
+        self, scores: torch.Tensor, jobs: Sequence[DraftJob], features: Sequence[TargetFeatures]
+    ) -> torch.Tensor:
+        """Which of the `scores` [jobs, depths, n] are best, where a job samples by its noise, too."""
         sampling = [job.request.sampling for job in jobs]
         temperature = np.array([each.temperature for each in sampling])
         sampled = np.flatnonzero((temperature > 0) & self._couples)
@@ -89,9 +98,9 @@ class MedusaDrafter:
             seed = np.array([each.seed % 2**64 for each in sampling], dtype=np.uint64).view(np.int64)
             first = np.array([each.position + 1 for each in features], dtype=np.int64)
             scores[rows] = couple(
-                scores[rows], token_ids, temperature[sampled], seed[sampled], first[sampled]
+                scores[rows], self._heads.token_ids, temperature[sampled], seed[sampled], first[sampled]
             )
-        return token_ids[scores.topk(self._tree.width, dim=-1).indices]
+        return scores.topk(self._tree.width, dim=-1).indices
 
     def _plant(self, job: DraftJob, features: TargetFeatures, candidates: list[list[int]]) -> Draft:
         """The tree with its tokens, without what would follow a stop token."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.compute.cuda import device_draw
 from engine.compute.drafters import eagle, eagle_loader, layer_chains
 from engine.compute.drafters.eagle import EagleDrafter, plant
 from engine.compute.drafters.eagle_layer import CONFIG_FILE, WEIGHTS_FILE
@@ -19,6 +20,7 @@ from engine.compute.drafters.eagle_loader import EagleRoom, load_eagle_drafter, 
 from engine.compute.drafters.eagle_round import Chain, EagleRound, Guess
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.dummy_steps import plain_sampling
+from engine.compute.sampling.processors import Filters, Support, process_logits
 from engine.compute.sampling.sampler import Sampler
 from engine.errors import StartRefused
 from engine.plan.request import SamplingParams
@@ -278,6 +280,26 @@ def test_sampled_drafts_are_the_draws_of_the_positions_own_noise(
     for name, value in filters.items():
         getattr(inputs, name)[:] = value
     assert Sampler(512, torch.device("cpu")).sample(logits, inputs).token_ids == [draft]
+
+
+def test_few_sequences_are_drawn_for_at_a_time(
+    directory: Path, target: LoadedModel, features: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for rows of the target: all of 256 that sample would be filtered in gigabytes."""
+    jobs = [
+        Asking(name, features, temperature=0.9, seed=seed).job(9 + seed, 3) for seed, name in enumerate("abc")
+    ]
+    whole = load_eagle_drafter(directory, target, ROOM).draft(jobs).drafts
+    seen: list[int] = []
+
+    def watched(logits: torch.Tensor, filters: Filters) -> Support:
+        seen.append(len(logits))
+        return process_logits(logits, filters)
+
+    monkeypatch.setattr(layer_chains, "process_logits", watched)
+    monkeypatch.setattr(device_draw, "_GROUP_LOGITS", 1)
+    assert load_eagle_drafter(directory, target, ROOM).draft(jobs).drafts == whole
+    assert len(seen) >= 3 and set(seen) == {1} and all(draft.token_ids for draft in whole)
 
 
 @pytest.mark.parametrize("layout", ["original", "speculators"])

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from engine.compute.cuda import device_draw
+from engine.compute.drafters import medusa
 from engine.compute.drafters.draft_tree import DraftTree
-from engine.compute.drafters.medusa import MedusaDrafter, as_tensor
+from engine.compute.drafters.medusa import MedusaDrafter, as_tensor, couple
 from engine.compute.drafters.medusa_heads import MedusaHeads
 from engine.compute.sampling.noise import gumbel
 from engine.plan.request import SamplingParams
@@ -147,6 +149,24 @@ def test_a_batch_answers_as_each_alone(heads: MedusaHeads) -> None:
     alone = [draft(heads, job)[0] for job in jobs]
     assert list(together) == alone
     assert list(draft(heads, *jobs[::-1])) == alone[::-1]
+
+
+def test_scores_are_worked_on_a_few_sequences_at_a_time(
+    heads: MedusaHeads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The noise of 256 that sample, 64 bits for each head and token, would be gigabytes."""
+    jobs = [make_job(name, temperature=0.7, seed=3) for name in "abcde"]
+    whole = draft(heads, *jobs)
+    seen: list[int] = []
+
+    def watched(logits: torch.Tensor, *more: Any) -> torch.Tensor:
+        seen.append(len(logits))
+        return couple(logits, *more)
+
+    monkeypatch.setattr(medusa, "couple", watched)
+    monkeypatch.setattr(device_draw, "_GROUP_LOGITS", 2 * 3 * len(heads.token_ids))
+    assert list(draft(heads, *jobs)) == list(whole)
+    assert seen == [2, 2, 1]
 
 
 def test_a_sampled_tree_holds_the_draws_of_the_positions_own_noise(heads: MedusaHeads) -> None:
