@@ -49,7 +49,7 @@ from engine.startup.build_speculation import (
 )
 from engine.startup.cpu_limit import thread_counts, usable_cores, whole_cores
 from engine.startup.kv_room import HostRoom, foresee_kv_room, measure_kv_room
-from engine.startup.memory_beside import foresee_memory_beside
+from engine.startup.memory_beside import foresee_memory_beside, round_bytes
 from engine.startup.memory_nodes import spread_memory, usable_nodes
 from engine.startup.part_factories import PLAIN_FACTORIES, PartFactories
 from engine.startup.step_sizes import StepSizes
@@ -128,6 +128,7 @@ def put_together(
 
     def coming(num_seqs: int) -> int:
         held = for_drafts.held_bytes(loaded, num_seqs, max_draft_tokens(sources))
+        held += round_bytes(loaded, for_drafts, num_seqs)
         return held + told_bytes(settings, loaded, num_seqs) + (files.coming if files else 0)
 
     room = measure_kv_room(settings, loaded, sampler, gauge, sizes, coming)  # of what drafters have left

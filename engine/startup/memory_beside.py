@@ -24,6 +24,7 @@ from engine.compute.drafters.draft_loader import (
     with_context,
 )
 from engine.compute.drafters.drafter_weights import eagle_bytes, medusa_bytes, mtp_bytes
+from engine.compute.drafters.eagle import MOST_ROWS
 from engine.compute.drafters.eagle_layer import NUM_FEATURES
 from engine.compute.drafters.eagle_loader import Slabs, foresee_eagle_kv
 from engine.compute.drafters.mtp_loader import foresee_mtp_kv
@@ -47,6 +48,8 @@ from engine.startup.step_sizes import NOTHING_BESIDE, MemoryBeside, numbers_of_t
 
 log = logging.getLogger("slipstream.engine")
 _Told = TypeVar("_Told")
+# Rows are drawn for in groups of some 2^22 logits (`in_groups`), with about as many bytes for each.
+_BYTES_OF_A_DRAW = 40 << 22
 
 
 class DrafterMemory(NamedTuple):
@@ -75,14 +78,39 @@ def foresee_memory_beside(
     most_drafts = foreseen_draft_tokens(settings)
 
     def held(room: TargetRoom) -> int:
-        """Features of the target's sequences, for those drafters that read them."""
-        return sum(each.reads.held_bytes(target, room.max_num_seqs, most_drafts) for each in drafters)
+        """Features of the target's sequences, for drafters that read them, and what these compute in."""
+        seats = room.max_num_seqs
+        return sum(
+            each.reads.held_bytes(target, seats, most_drafts) + round_bytes(target, each.reads, seats)
+            for each in drafters
+        )
 
     return MemoryBeside(
         sum(drafter.weights for drafter in drafters),
         _told(lambda: _embedding_bytes(settings.model, may_fetch=may_fetch)) or 0,
         (*(drafter.kept for drafter in drafters), held) if drafters else (),
     )
+
+
+def round_bytes(target: LoadedModel, reads: ForDrafts, num_seqs: int) -> int:
+    """About what a layer that reads so many sequences' features of `target` computes a round in.
+
+    Beside the target's pass, in a stream of its own, so that neither has the other's memory. Of heads that
+    read no layers it is not told.
+
+    The features of a round's rows are copied, and a row has about ten more of the hidden width: its states
+    and norms, queries, keys and values, and queries that are turned. The MLP of an EAGLE layer is computed
+    for the last row of each sequence alone; a module is a whole layer of the target's for every row. Behind
+    the layer there are the logits of each sequence, as it gives them, as numbers of 32 bits and as chances,
+    and what a group of those that sample is drawn by.
+    """
+    if not reads.feature_layers:
+        return 0
+    num_rows, width = min(MOST_ROWS, num_seqs * reads.feature_window), target.dtype.itemsize
+    hidden, num_layers = int(target.config.hidden_size), len(reads.feature_layers)
+    of_row = 5 * hidden + numbers_of_token(target.config) if num_layers == 1 else 10 * hidden
+    drawn = num_seqs * target.vocab_size * (width + 8) + _BYTES_OF_A_DRAW
+    return num_rows * num_layers * hidden * width + max(num_rows * of_row * width, drawn)
 
 
 def outline_draft_model(asked: ModelSettings, source: FoundModel, max_model_len: int) -> LoadedModel | None:

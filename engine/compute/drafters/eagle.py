@@ -27,7 +27,7 @@ from engine.plan.step_records import SamplingInputs
 # says of itself is too low.
 LEAST_CHANCE = 0.03
 # Rows that one round reads, but for those of a single sequence: after a pause all sequences have a window of
-# them, and what so many are computed in is memory that nobody has counted.
+# them. A GPU's plan of its memory has room for what so many are computed in.
 MOST_ROWS = 4096
 
 

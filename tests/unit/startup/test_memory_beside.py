@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from engine.startup.build_speculation import draft_model_room, eagle_room, load_
 from engine.startup.diagnosis import DraftFacts
 from engine.startup.doctor import _weigh_reader, diagnose
 from engine.startup.host_memory import memory_bytes
-from engine.startup.memory_beside import foresee_memory_beside
+from engine.startup.memory_beside import foresee_memory_beside, round_bytes
 from engine.startup.step_sizes import MemoryBeside
 from tests.support.native import WITHOUT_KERNELS
 from tests.support.packed import load_tiny
@@ -195,7 +196,27 @@ def test_a_layer_keeps_what_its_slabs_take(slabs_bytes: float, num_slabs: int, l
     assert slabs.keys.nbytes + slabs.values.nbytes == num_slabs * of_one
     reads = ForDrafts("match", True, source.feature_layers, source.feature_window)
     assert reads.feature_window == WINDOW and len(reads.feature_layers) == 3
-    assert beside(*flags).kept_bytes(room) == num_slabs * of_one + held(reads, target) > num_slabs * of_one
+    rounds = round_bytes(target, reads, 4)
+    assert beside(*flags).kept_bytes(room) == num_slabs * of_one + held(reads, target) + rounds
+
+
+def llama_8b() -> LoadedModel:
+    """No more of it than is asked for here."""
+    config = SimpleNamespace(hidden_size=4096, intermediate_size=14336)
+    return replace(load_tiny("llama"), config=config, vocab_size=128256, dtype=torch.bfloat16)
+
+
+def test_what_a_round_is_computed_in_is_told_by_its_rows_and_what_it_draws() -> None:
+    """Of Llama 8B's 256 seats about 0.6 GB for an EAGLE-3 layer, 0.8 for a whole layer."""
+    target, window = llama_8b(), 512
+    three = ForDrafts("match", True, (2, 16, 29), window)
+    drawn = 256 * 128256 * (2 + 8) + (40 << 22)
+    assert round_bytes(target, three, 256) == 4096 * 3 * 4096 * 2 + drawn
+    assert round_bytes(target, three, 32) == 4096 * (3 + 10) * 4096 * 2, "the same rows, fewer logits"
+    assert round_bytes(target, three, 1) == 512 * 3 * 4096 * 2 + 128256 * 10 + (40 << 22), "a window of rows"
+    whole = ForDrafts("match", True, (31,), window)
+    assert round_bytes(target, whole, 256) == 4096 * (4096 + 5 * 4096 + 8 * 4096 + 3 * 14336) * 2
+    assert round_bytes(target, MEDUSA, 256) == round_bytes(target, ForDrafts(), 256) == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -209,7 +230,8 @@ def test_a_module_keeps_what_its_slabs_take(family: str, tmp_path: Path) -> None
     slabs, reads = drafter.kv, ForDrafts("match", True, drafter.feature_layers, drafter.kv.window)
     told = beside("--speculative-method", "mtp", target=target, directory=directory)
     in_slabs = slabs.keys.nbytes + slabs.values.nbytes
-    assert told.kept_bytes(ROOMS[0]) == in_slabs + held(reads, target) > in_slabs > 0
+    rounds = round_bytes(target, reads, 4)
+    assert told.kept_bytes(ROOMS[0]) == in_slabs + held(reads, target) + rounds > in_slabs + rounds > 0
 
 
 def test_all_that_draft_keep_something(draft: Path, layer: Path) -> None:
@@ -295,7 +317,10 @@ def test_a_start_sets_aside_what_sequences_will_hold_for_the_drafter_that_it_has
     reads = ForDrafts("match", True, (0, 1, 1), WINDOW)
     cases: list[tuple[tuple[str, ...], Callable[[int], int]]] = [
         ((), lambda _: 0),
-        (("--draft-heads", str(layer)), lambda seats: reads.held_bytes(target, seats, 5)),
+        (
+            ("--draft-heads", str(layer)),
+            lambda seats: reads.held_bytes(target, seats, 5) + round_bytes(target, reads, seats),
+        ),
         (("--draft-model", model), lambda _: 0),
         (
             ("--draft-model", model, "--draft-verification", "rejection"),
