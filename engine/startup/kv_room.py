@@ -32,6 +32,7 @@ log = logging.getLogger("slipstream.engine")
 
 _SNAPSHOT_SHARE = 8  # one part in so many of the memory for K/V: a state weighs what many blocks do
 _MOST_SNAPSHOTS = 1024
+_SHARE = "--gpu-memory-utilization"
 
 
 class KvMemory(NamedTuple):
@@ -61,7 +62,7 @@ def find_kv_memory(
     free, total = gauge.free_and_total()
     may_take = int(total * cache.gpu_memory_utilization) - (total - free)
     left = may_take - coming - work_bytes - recorded_bytes(settings, loaded, sizes)
-    return KvMemory(max(0, left), f"--gpu-memory-utilization {cache.gpu_memory_utilization}")
+    return KvMemory(max(0, left), f"{_SHARE} {cache.gpu_memory_utilization}")
 
 
 class HostRoom(NamedTuple):
@@ -144,11 +145,13 @@ class KvRoom:
             kept = state_bytes(self.loaded.states, self.loaded.dtype, self.count_snapshots())
             num_blocks = (left - kept) // block_bytes
         if num_blocks < needed:
+            # The share of a GPU is what others leave, who take some of it for each seat.
+            by_seats = " or --max-num-seqs" if source.startswith(_SHARE) else ""
             raise StartRefused(
                 "The KV cache is too small for one sequence of max-model-len "
                 f"{self.loaded.max_model_len}: that needs {needed} blocks of {self.sizes.kv_block_size} "
                 f"tokens ({needed * block_bytes} bytes), {source} gives {max(0, num_blocks)}. "
-                "Raise it, or lower --max-model-len."
+                f"Raise it, or lower --max-model-len{by_seats}."
             )
         return num_blocks
 
