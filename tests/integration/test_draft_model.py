@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.cuda import device_draw
 from engine.compute.drafters import draft_model
 from engine.compute.drafters.draft_model import DraftModelDrafter, DraftSizes
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.packed_forward import PackedForward
-from engine.compute.sampling.sampler import Sampler
+from engine.compute.sampling.sampler import DrawnDrafts, Sampler
 from engine.plan.scheduling.sampling_table import SamplingTable
 from engine.plan.speculation.drafter import Draft, DraftJob, DraftRequest, Lane
 from engine.plan.speculation.speculation_config import Verification
@@ -324,10 +325,37 @@ def test_other_rules_get_the_law_that_a_draft_was_drawn_from(verification: Verif
             assert isinstance(probs, torch.Tensor)
             assert probs.shape == (VOCAB_SIZE,)
             assert probs.dtype is torch.float32
+            assert probs.untyped_storage().nbytes() == 4 * VOCAB_SIZE, "it holds no other's"
             assert float(probs.sum()) == pytest.approx(1, abs=1e-5)
             assert float(probs[token_id]) > 0
             assert int((probs > 0).sum()) == (1 if request is greedy else 20)
             request.take(draft)
+
+
+def test_laws_are_drawn_from_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64 those of 256 sequences of 128,256 tokens are 260 MB, several times over."""
+
+    def drafts(*, at_once: int) -> list[Draft]:
+        rng = np.random.default_rng(4)
+        requests = [Verified(name, 9, rng, False, temperature=0.8, seed=7) for name in "abc"]
+        drafter, seen = make_drafter(verification="rejection"), []
+        draw = drafter._sampler.sample_with_probs
+
+        def watched(logits: torch.Tensor, *more: Any) -> DrawnDrafts:
+            seen.append(len(logits))
+            return draw(logits, *more)
+
+        monkeypatch.setattr(drafter._sampler, "sample_with_probs", watched)
+        monkeypatch.setattr(device_draw, "_GROUP_LOGITS", at_once * VOCAB_SIZE)
+        found = list(drafter.draft([request.job(1) for request in requests]).drafts)
+        assert seen == ([3] if at_once > 2 else [2, 1])
+        return found
+
+    for few, all_at_once in zip(drafts(at_once=2), drafts(at_once=3), strict=True):
+        assert few.token_ids == all_at_once.token_ids
+        (probs,), (expected,) = few.probs, all_at_once.probs
+        assert isinstance(probs, torch.Tensor) and isinstance(expected, torch.Tensor)
+        assert torch.equal(probs, expected)
 
 
 def test_a_smaller_and_a_larger_vocabulary_of_logits_fit_the_targets() -> None:

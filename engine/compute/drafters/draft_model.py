@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from engine.compute.cuda.device_draw import in_groups
 from engine.compute.drafters.draft_chain import ChainRunner, draw_chains
 from engine.compute.drafters.draft_kv import DraftKv
 from engine.compute.drafters.draft_lanes import DraftLane, DraftLanes
@@ -329,13 +330,15 @@ class DraftModelDrafter:
             self._note_seconds(turns, logits, inputs, rows)
             return [None if row in errors else _Drawn((token,)) for row, token in enumerate(rows.token_ids)]
         committed: Int64 = np.array([turn.job.num_committed for turn in turns], np.int64)
-        drafts = self._sampler.sample_with_probs(logits, inputs, committed)
-        if drafts.probs.is_cuda:  # the target reads them in its own stream, after they are freed here
-            drafts.probs.record_stream(torch.cuda.default_stream(drafts.probs.device))
-        return [
-            None if row in drafts.row_errors else _Drawn((token,), (drafts.probs[row],))
-            for row, token in enumerate(drafts.token_ids)
-        ]
+        drawn: list[_Drawn | None] = []
+        for group in in_groups(len(turns), logits.shape[1]):
+            own = select_rows(inputs, np.arange(len(turns))[group])
+            drafts = self._sampler.sample_with_probs(logits[group], own, committed[group])
+            drawn += [
+                None if row in drafts.row_errors else _Drawn((token,), (kept_apart(drafts.probs[row]),))
+                for row, token in enumerate(drafts.token_ids)
+            ]
+        return drawn
 
     def _note_seconds(
         self, turns: Sequence[_Turn], logits: torch.Tensor, inputs: SamplingInputs, drawn: SampledRows
@@ -391,6 +394,14 @@ class DraftModelDrafter:
             is_behind=request_id in behind,
             lanes=() if found is None else self._lanes.answers(request_id),
         )
+
+
+def kept_apart(probs: torch.Tensor) -> torch.Tensor:
+    """A copy: a row of all that drew at once would keep those of the others as long as its draft is there."""
+    copy = probs.clone()
+    if copy.is_cuda:  # the target reads it in its own stream, after it is freed here
+        copy.record_stream(torch.cuda.default_stream(copy.device))
+    return copy
 
 
 def fit_vocabulary(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
