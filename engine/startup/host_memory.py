@@ -41,6 +41,8 @@ def weigh(found: Diagnosis, memory: tuple[int, int] | None) -> None:
     """
     device, needed = found.device, found.needed_bytes
     is_cuda = device is not None and device.device.startswith("cuda")
+    if is_cuda and memory is not None:
+        _weigh_beside_gpu(found, memory[1])
     if is_cuda and device is not None and device.free_bytes is not None:
         memory = device.free_bytes, device.free_bytes  # nothing takes more of a GPU than is free
     if memory is None or needed is None or found.cache is None:
@@ -56,6 +58,22 @@ def weigh(found: Diagnosis, memory: tuple[int, int] | None) -> None:
         found.warnings.append(
             f"Model and K/V take {rough_size(needed)}, {rough_size(available)} of memory are available: "
             f"lower {flag}, or free some."
+        )
+
+
+def _weigh_beside_gpu(found: Diagnosis, available: int) -> None:
+    """Warn where a GPU's server may take more of the host than is available.
+
+    What requests are swapped to is pinned: the system can take none of it back, and ends processes instead.
+    """
+    swapped = 0 if found.cache is None else found.cache.host_bytes
+    drafts = found.drafts
+    drafting = (drafts.model_bytes or 0) + (drafts.model_kv_bytes or 0) if drafts and drafts.is_on_host else 0
+    if swapped + drafting > available:
+        beside = f" beside {rough_size(drafting)} of the draft model" if drafting else ""
+        found.warnings.append(
+            f"Preempted requests may take {rough_size(swapped)} of host memory{beside}, "
+            f"{rough_size(available)} are available: lower --swap-space, or free some."
         )
 
 

@@ -11,7 +11,7 @@ from config import load_settings
 from engine.errors import StartRefused
 from engine.startup.build import refused_where_memory_ends
 from engine.startup.cpu_limit import group_folders
-from engine.startup.diagnosis import CacheFacts, DeviceFacts, Diagnosis, ModelFacts
+from engine.startup.diagnosis import CacheFacts, DeviceFacts, Diagnosis, DraftFacts, ModelFacts
 from engine.startup.host_memory import memory_bytes, weigh
 
 GIB = 2**30
@@ -52,6 +52,25 @@ def test_a_gpu_has_no_more_than_is_free() -> None:
     )
     assert told(found(5 * GIB, 4 * GIB), (64 * GIB, 64 * GIB)) == ([words], [])
     assert told(found(5 * GIB, 8 * GIB), (GIB, GIB)) == ([], [])
+
+
+def test_a_gpus_server_takes_memory_of_the_host_too() -> None:
+    diagnosis = found(GIB, 8 * GIB)
+    assert diagnosis.cache is not None
+    diagnosis.cache.host_bytes = 3 * GIB
+    assert told(diagnosis, (8 * GIB, 4 * GIB)) == ([], [])
+    words = "Preempted requests may take 3.00 GiB of host memory, 2.00 GiB are available: "
+    words += "lower --swap-space, or free some."
+    assert told(diagnosis, (8 * GIB, 2 * GIB)) == ([], [words])
+    diagnosis.warnings.clear()
+    diagnosis.drafts = DraftFacts(("draft-model",), model_bytes=GIB, model_kv_bytes=GIB, is_on_host=True)
+    words = (
+        "Preempted requests may take 3.00 GiB of host memory beside 2.00 GiB of the draft model, 4.00 GiB "
+    )
+    assert told(diagnosis, (8 * GIB, 4 * GIB)) == (
+        [],
+        [words + "are available: lower --swap-space, or free some."],
+    )
 
 
 def test_a_containers_limit_counts(tmp_path: Path) -> None:
