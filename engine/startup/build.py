@@ -128,7 +128,7 @@ def put_together(
 
     def coming(num_seqs: int) -> int:
         held = for_drafts.held_bytes(loaded, num_seqs, max_draft_tokens(sources))
-        held += round_bytes(loaded, for_drafts, num_seqs)
+        held += round_bytes(settings, loaded, for_drafts, num_seqs)
         return held + told_bytes(settings, loaded, num_seqs) + (files.coming if files else 0)
 
     room = measure_kv_room(settings, loaded, sampler, gauge, sizes, coming)  # of what drafters have left

@@ -23,7 +23,7 @@ from engine.compute.drafters.draft_loader import (
     is_on_host,
     with_context,
 )
-from engine.compute.drafters.drafter_weights import eagle_bytes, medusa_bytes, mtp_bytes
+from engine.compute.drafters.drafter_weights import eagle_bytes, medusa_bytes, medusa_logits, mtp_bytes
 from engine.compute.drafters.eagle import MOST_ROWS
 from engine.compute.drafters.eagle_layer import NUM_FEATURES
 from engine.compute.drafters.eagle_loader import Slabs, foresee_eagle_kv
@@ -81,7 +81,8 @@ def foresee_memory_beside(
         """Features of the target's sequences, for drafters that read them, and what these compute in."""
         seats = room.max_num_seqs
         return sum(
-            each.reads.held_bytes(target, seats, most_drafts) + round_bytes(target, each.reads, seats)
+            each.reads.held_bytes(target, seats, most_drafts)
+            + round_bytes(settings, target, each.reads, seats)
             for each in drafters
         )
 
@@ -92,11 +93,14 @@ def foresee_memory_beside(
     )
 
 
-def round_bytes(target: LoadedModel, reads: ForDrafts, num_seqs: int) -> int:
-    """About what a layer that reads so many sequences' features of `target` computes a round in.
+def round_bytes(settings: Settings, target: LoadedModel, reads: ForDrafts, num_seqs: int) -> int:
+    """About what drafters that read so many sequences' features of `target` compute in at a time.
 
-    Beside the target's pass, in a stream of its own, so that neither has the other's memory. Of heads that
-    read no layers it is not told.
+    Heads that read no layers have logits of all their tokens for each sequence, as they are computed and
+    beside each other, and draw by groups of sequences.
+
+    A layer computes its round beside the target's pass, in a stream of its own, so that neither has the
+    other's memory.
 
     The features of a round's rows are copied, and a row has about ten more of the hidden width: its states
     and norms, queries, keys and values, and queries that are turned. The MLP of an EAGLE layer is computed
@@ -104,9 +108,12 @@ def round_bytes(target: LoadedModel, reads: ForDrafts, num_seqs: int) -> int:
     the layer there are the logits of each sequence, as it gives them, as numbers of 32 bits and as chances,
     and what a group of those that sample is drawn by.
     """
+    width, heads = target.dtype.itemsize, settings.speculation.medusa_heads
     if not reads.feature_layers:
-        return 0
-    num_rows, width = min(MOST_ROWS, num_seqs * reads.feature_window), target.dtype.itemsize
+        if not reads.keeps_features or heads is None:
+            return 0
+        return 2 * num_seqs * medusa_logits(heads, target) * width + _BYTES_OF_A_DRAW
+    num_rows = min(MOST_ROWS, num_seqs * reads.feature_window)
     hidden, num_layers = int(target.config.hidden_size), len(reads.feature_layers)
     of_row = 5 * hidden + numbers_of_token(target.config) if num_layers == 1 else 10 * hidden
     drawn = num_seqs * target.vocab_size * (width + 8) + _BYTES_OF_A_DRAW

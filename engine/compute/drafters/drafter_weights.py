@@ -31,6 +31,16 @@ def medusa_bytes(directory: Path, target: LoadedModel) -> int:
     return count * target.dtype.itemsize
 
 
+def medusa_logits(directory: Path, target: LoadedModel) -> int:
+    """How many tokens all heads in `directory` score together for one sequence. Raises StartRefused."""
+    if medusa_published.is_published(directory):
+        numbers = stored_numbers([medusa_published.check_published(directory)])
+        scoring = sum(count for name, count in numbers.items() if medusa_published.is_projection(name))
+        return scoring // int(target.config.hidden_size)
+    config = read_json(directory / medusa_heads.CONFIG_FILE)
+    return int(config.get("num_heads") or 0) * int(config.get("num_token_ids") or 0)
+
+
 def eagle_bytes(directory: Path, target: LoadedModel) -> int:
     """Of the layer in `directory`. Raises StartRefused."""
     numbers = stored_numbers([directory / eagle_layer.WEIGHTS_FILE], whole=(_FEATURE_IDS,))

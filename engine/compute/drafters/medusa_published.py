@@ -62,6 +62,11 @@ def check_published(directory: Path) -> Path:
     return path
 
 
+def is_projection(name: str) -> bool:
+    """Whether the tensor of this name is what a head scores tokens by."""
+    return _PROJECTION.match(_LIST.sub("", name)) is not None
+
+
 def load_published_medusa(directory: Path, target: LoadedModel) -> MedusaHeads:
     """The heads in `directory` on the target's device, in its dtype, with a tree for typical heads.
 

@@ -134,7 +134,8 @@ def test_heads_and_modules_count_as_they_are_chosen(layer: Path, heads: Path, tm
     assert 0 < of_layer != of_heads > 0
     assert beside("--draft-heads", str(layer)).total == of_layer
     assert beside("--medusa-heads", str(heads)).total == of_heads
-    assert beside("--medusa-heads", str(heads)).kept_bytes(ROOMS[0]) == held(MEDUSA, target)
+    scores = 2 * 4 * (2 * 128) * 4 + (40 << 22)  # of two heads over 128 tokens, for four sequences
+    assert beside("--medusa-heads", str(heads)).kept_bytes(ROOMS[0]) == held(MEDUSA, target) + scores
     assert beside("--draft-heads", str(layer), "--speculative-method", "suffix").drafts == 0
     directory = TinyMtp("mimo").save(tmp_path)
     settings = load_settings([str(directory), "--dtype", "float32"], environ=WITHOUT_KERNELS)
@@ -196,7 +197,7 @@ def test_a_layer_keeps_what_its_slabs_take(slabs_bytes: float, num_slabs: int, l
     assert slabs.keys.nbytes + slabs.values.nbytes == num_slabs * of_one
     reads = ForDrafts("match", True, source.feature_layers, source.feature_window)
     assert reads.feature_window == WINDOW and len(reads.feature_layers) == 3
-    rounds = round_bytes(target, reads, 4)
+    rounds = round_bytes(settings_for(), target, reads, 4)
     assert beside(*flags).kept_bytes(room) == num_slabs * of_one + held(reads, target) + rounds
 
 
@@ -208,15 +209,19 @@ def llama_8b() -> LoadedModel:
 
 def test_what_a_round_is_computed_in_is_told_by_its_rows_and_what_it_draws() -> None:
     """Of Llama 8B's 256 seats about 0.6 GB for an EAGLE-3 layer, 0.8 for a whole layer."""
-    target, window = llama_8b(), 512
+    settings, target, window = settings_for(), llama_8b(), 512
     three = ForDrafts("match", True, (2, 16, 29), window)
     drawn = 256 * 128256 * (2 + 8) + (40 << 22)
-    assert round_bytes(target, three, 256) == 4096 * 3 * 4096 * 2 + drawn
-    assert round_bytes(target, three, 32) == 4096 * (3 + 10) * 4096 * 2, "the same rows, fewer logits"
-    assert round_bytes(target, three, 1) == 512 * 3 * 4096 * 2 + 128256 * 10 + (40 << 22), "a window of rows"
+    assert round_bytes(settings, target, three, 256) == 4096 * 3 * 4096 * 2 + drawn
+    assert round_bytes(settings, target, three, 32) == 4096 * (3 + 10) * 4096 * 2, (
+        "the same rows, fewer logits"
+    )
+    assert round_bytes(settings, target, three, 1) == 512 * 3 * 4096 * 2 + 128256 * 10 + (40 << 22), (
+        "a window of rows"
+    )
     whole = ForDrafts("match", True, (31,), window)
-    assert round_bytes(target, whole, 256) == 4096 * (4096 + 5 * 4096 + 8 * 4096 + 3 * 14336) * 2
-    assert round_bytes(target, MEDUSA, 256) == round_bytes(target, ForDrafts(), 256) == 0
+    assert round_bytes(settings, target, whole, 256) == 4096 * (4096 + 5 * 4096 + 8 * 4096 + 3 * 14336) * 2
+    assert round_bytes(settings, target, ForDrafts(), 256) == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -230,7 +235,7 @@ def test_a_module_keeps_what_its_slabs_take(family: str, tmp_path: Path) -> None
     slabs, reads = drafter.kv, ForDrafts("match", True, drafter.feature_layers, drafter.kv.window)
     told = beside("--speculative-method", "mtp", target=target, directory=directory)
     in_slabs = slabs.keys.nbytes + slabs.values.nbytes
-    rounds = round_bytes(target, reads, 4)
+    rounds = round_bytes(settings_for(), target, reads, 4)
     assert told.kept_bytes(ROOMS[0]) == in_slabs + held(reads, target) + rounds > in_slabs + rounds > 0
 
 
@@ -319,7 +324,9 @@ def test_a_start_sets_aside_what_sequences_will_hold_for_the_drafter_that_it_has
         ((), lambda _: 0),
         (
             ("--draft-heads", str(layer)),
-            lambda seats: reads.held_bytes(target, seats, 5) + round_bytes(target, reads, seats),
+            lambda seats: (
+                reads.held_bytes(target, seats, 5) + round_bytes(settings_for(), target, reads, seats)
+            ),
         ),
         (("--draft-model", model), lambda _: 0),
         (

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+from engine.compute.drafters.drafter_weights import medusa_logits
 from engine.compute.drafters.medusa import check_medusa, load_medusa
 from engine.compute.drafters.medusa_published import WEIGHTS, is_published, load_published_medusa
 from engine.errors import StartRefused
@@ -51,6 +52,7 @@ def test_they_guess_as_a_plain_pass_does(num_blocks: int, prefix: str, tmp_path:
     heads = load_published_medusa(tmp_path, load_tiny("llama"))
     hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
     assert heads.num_heads == 3 and heads.projection is None
+    assert medusa_logits(tmp_path, load_tiny("llama")) == heads(hidden)[0].numel()
     for head in range(3):
         expected = plain(weights, head, num_blocks, hidden)
         torch.testing.assert_close(heads(hidden)[:, head], expected)
