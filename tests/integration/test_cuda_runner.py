@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ import pytest
 import torch
 
 from config import PlannedFault
+from config.units import rough_size
 from engine.compute.cuda.cuda_runner import CudaRunner
 from engine.compute.cuda.device_draw import TORCH_DRAWS, draw_filtered
+from engine.compute.cuda.graphs import step_graphs
 from engine.compute.cuda.graphs.graph_shapes import MAX_QUERY_LEN, GraphShape
 from engine.compute.cuda.graphs.step_graphs import GraphLimits
 from engine.compute.runner.dummy_steps import Part, pack_step
@@ -554,6 +557,18 @@ def test_the_draws_it_is_given_are_warmed_up_and_draw_all_filtered_rows_at_once(
     assert drawn == [1, 1], "of logits as they are and of adjusted ones"
     runner.run(with_sampling(decode(range(5), 9, 1.0), top_k=np.array([0, 3, 0, 1, 2], np.int32)))
     assert drawn == [1, 1, 3]
+
+
+def test_what_recordings_take_of_a_device_is_told_beside_what_was_foreseen(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = [5 << 30, 4 << 30]
+    gauge = SimpleNamespace(free_and_total=lambda: (left.pop(0), 8 << 30))
+    monkeypatch.setattr(step_graphs, "gauge_of", lambda device: gauge)
+    with caplog.at_level(logging.INFO):
+        make_ahead(recorder=Playback())
+    foreseen = rough_size(step_graphs.graph_bytes(load_tiny("llama"), LIMITS))
+    assert caplog.messages[-1] == f"they take 1.00 GiB of memory; {foreseen} are set aside for them"
 
 
 def test_what_cannot_be_recorded_runs_as_before(caplog: pytest.LogCaptureFixture) -> None:

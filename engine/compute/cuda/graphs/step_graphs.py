@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
+from config.units import rough_size
 from engine.compute.attention import StepAttention
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.cuda.device_ints import DeviceInts
@@ -36,6 +37,7 @@ from engine.compute.loading.coded_weights import most_expanded_bytes
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.device import is_out_of_memory
 from engine.compute.runner.dummy_steps import Part, pack_step
+from engine.compute.runner.memory_gauge import gauge_of
 from engine.compute.runner.pass_memory import PassMemory, PassRoom
 from engine.plan.step_records import Int64, StepInputs
 
@@ -117,6 +119,8 @@ class StepGraphs:
         if not isinstance(backend, TabledAttention):
             log.warning("Steps are not recorded as CUDA graphs: this attention takes no tables")
             return
+        gauge = gauge_of(self._kv.device)
+        free = 0 if gauge is None else gauge.free_and_total()[0]
         started = time.perf_counter()
         try:
             self._record(backend, recorder)
@@ -130,6 +134,10 @@ class StepGraphs:
             return
         seconds = time.perf_counter() - started
         log.info("recorded %d kinds of steps as CUDA graphs in %.1f s", len(self._steps), seconds)
+        if gauge is not None:
+            foreseen = rough_size(graph_bytes(self._forward.loaded, self._limits))
+            taken = rough_size(max(0, free - gauge.free_and_total()[0]))
+            log.info("they take %s of memory; %s are set aside for them", taken, foreseen)
 
     def start(self, inputs: StepInputs, previous: Int64 | None) -> DevicePass | None:
         """Queue the pass, as EagerPasses does; None for a step that no recording holds."""
