@@ -11,6 +11,9 @@ import torch
 from engine.compute.sampling.processors import compact
 from engine.plan.step_records import Int32, Int64, TokenLogprobs
 
+# Rows are worked on in groups of about this many logits, as where they are drawn.
+_GROUP_LOGITS = 2**22
+
 
 def logprob_records(
     logits: torch.Tensor, num_logprobs: Int32, token_ids: list[int], source: Int64
@@ -24,10 +27,12 @@ def logprob_records(
         return None
     records: list[TokenLogprobs | None] = [None] * len(token_ids)
     asking = np.flatnonzero((num_logprobs >= 0) & (source >= 0))
-    if len(asking):
-        rows = logits[torch.from_numpy(source[asking]).to(logits.device)].float()
-        found = raw_logprobs(rows, [token_ids[row] for row in asking], num_logprobs[asking].tolist())
-        for row, record in zip(asking.tolist(), found, strict=True):
+    size = max(1, _GROUP_LOGITS // logits.shape[1])
+    for first in range(0, len(asking), size):
+        group = asking[first : first + size]
+        rows = logits[torch.from_numpy(source[group]).to(logits.device)].float()
+        found = raw_logprobs(rows, [token_ids[row] for row in group], num_logprobs[group].tolist())
+        for row, record in zip(group.tolist(), found, strict=True):
             records[row] = record
     return tuple(records)
 

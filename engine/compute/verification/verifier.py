@@ -114,12 +114,15 @@ class RejectionVerifier:
         if len(others) == len(logits):
             return Draws.of(self._sampler.sample(logits, without_logprobs(sampling)))
         token_ids = np.full(len(logits), NO_TOKEN, np.int64)
-        if not len(others):
-            return Draws(token_ids, {})
-        some = logits.index_select(0, torch.from_numpy(others).to(logits.device))
-        draws = Draws.of(self._sampler.sample(some, without_logprobs(select_rows(sampling, others))))
-        token_ids[others] = draws.token_ids
-        return Draws(token_ids, {int(others[row]): reason for row, reason in draws.errors.items()})
+        errors: dict[int, str] = {}
+        size = max(1, _GROUP_PROBS // logits.shape[1])
+        for first in range(0, len(others), size):
+            rows = others[first : first + size]
+            some = logits.index_select(0, torch.from_numpy(rows).to(logits.device))
+            draws = Draws.of(self._sampler.sample(some, without_logprobs(select_rows(sampling, rows))))
+            token_ids[rows] = draws.token_ids
+            errors |= {int(rows[row]): reason for row, reason in draws.errors.items()}
+        return Draws(token_ids, errors)
 
     def _judge(
         self,

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
+from engine.compute.sampling import logprobs
 from engine.compute.sampling.logprobs import raw_logprobs
 from engine.compute.sampling.sampler import Sampler
-from engine.plan.step_records import SampledRows
+from engine.plan.step_records import SampledRows, TokenLogprobs
 from tests.support.sampling_reference import CPU, Row, adjusted, inputs_of
 
 LOGITS = torch.tensor([[0.25, 0.0625, 0.5, 0.125, 0.0625]]).log() + 7
@@ -54,6 +55,20 @@ def test_processors_do_not_show() -> None:
     assert processed.logprobs[0].logprob == pytest.approx(math.log(0.25))
     assert processed.logprobs[0].rank == 2
     assert processed.logprobs[0].top == plain.logprobs[0].top
+
+
+def test_few_rows_are_scored_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(9, 40, generator=torch.Generator().manual_seed(1))
+    rows = [Row(seed=row, num_logprobs=row % 4 - 1) for row in range(9)]
+    whole, seen = run(logits, rows).logprobs, []
+
+    def watched(some: torch.Tensor, token_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:
+        seen.append(len(some))
+        return raw_logprobs(some, token_ids, num_top)
+
+    monkeypatch.setattr(logprobs, "raw_logprobs", watched)
+    monkeypatch.setattr(logprobs, "_GROUP_LOGITS", 4 * 40)
+    assert run(logits, rows).logprobs == whole and seen == [4, 2]
 
 
 def test_only_the_rows_that_ask_and_are_sound() -> None:

@@ -17,7 +17,7 @@ from engine.compute.verification.draft_rows import DraftRows
 from engine.compute.verification.verified import Draws, Verified, commit_drafts, commit_rows
 from engine.compute.verification.verifier import make_verifier
 from engine.plan.speculation.speculation_config import Verification
-from engine.plan.step_records import NO_TOKEN, DraftInputs, SampledRows
+from engine.plan.step_records import NO_TOKEN, DraftInputs, SampledRows, SamplingInputs
 from tests.support.sampling_reference import CPU, Row, adjusted, inputs_of
 
 VOCAB = 50
@@ -234,12 +234,25 @@ def test_groups_of_sequences_change_nothing(
     first = np.cumsum(counts + 1) - counts - 1
     logits = torch.randn(int((counts + 1).sum()), VOCAB, generator=torch.Generator().manual_seed(4))
     logits[:, :8] += 4
-    rows = [Row(seed=i, position=int(i - s)) for s in first for i in range(s, s + 5)][: len(logits)]
+    heat = [1.0, 1.0, 0.0] * 10  # greedy ones are matched
+    rows = [
+        Row(seed=i, position=int(i - s), temperature=heat[number])
+        for number, (s, count) in enumerate(zip(first, counts, strict=True))
+        for i in range(s, s + count + 1)
+    ]
     drafts = drafts_at(first.tolist(), chains)
     whole = verify(verification, logits, rows, drafts)
+    drawn, sample = [], Sampler.sample
+
+    def watched(self: Sampler, logits: torch.Tensor, inputs: SamplingInputs) -> SampledRows:
+        drawn.append(len(logits))
+        return sample(self, logits, inputs)
+
     monkeypatch.setattr("engine.compute.verification.verifier._GROUP_PROBS", 7 * VOCAB)
+    monkeypatch.setattr(Sampler, "sample", watched)
     parts = verify(verification, logits, rows, drafts)
     assert whole.rows == parts.rows and len(set(whole.rows.token_ids)) > 5
+    assert len(drawn) > 1 and max(drawn) == 7 and sum(drawn) == sum(row.temperature == 0 for row in rows)
 
 
 @pytest.mark.parametrize("verification", ["rejection", "block"])
