@@ -80,6 +80,7 @@ class CacheFacts:
     """Room for keys and values, as the flag `source` says. `num_full_seqs` of max_model_len fit at once.
 
     `size_origins` says where seats, tokens of a step and tokens of a block come from, as StepSizes does.
+    `work_bytes` is about what steps of a GPU are computed in and recorded to.
     """
 
     num_kv_blocks: int
@@ -95,6 +96,7 @@ class CacheFacts:
     snapshot_bytes: int = 0
     max_num_batched_tokens: int = 0
     size_origins: Mapping[str, str] = field(default_factory=dict)
+    work_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -102,7 +104,7 @@ class DraftFacts:
     """Who drafts. The model's figures are None without a draft model, or where they were not found out.
 
     `reader_bytes` and `reader_kv_bytes` are of what reads the target's features: heads, or a module;
-    `reader_held_bytes` what is set aside for features on a GPU.
+    `reader_held_bytes` what is set aside for features on a GPU, `reader_work_bytes` for what it computes in.
     """
 
     methods: tuple[str, ...]
@@ -113,6 +115,7 @@ class DraftFacts:
     reader_bytes: int | None = None
     reader_kv_bytes: int | None = None
     reader_held_bytes: int = 0
+    reader_work_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -157,6 +160,12 @@ class Diagnosis:
             model_bytes += self.embeddings.weight_bytes or 0
         states_bytes = self.cache.seats_bytes + self.cache.snapshot_bytes
         return model_bytes + self.cache.kv_bytes + states_bytes + draft_bytes
+
+    @property
+    def work_bytes(self) -> int:
+        """About what a GPU must have left beside it, for steps and drafters to be computed in; 0 on a CPU."""
+        of_steps = 0 if self.cache is None else self.cache.work_bytes
+        return of_steps + (0 if self.drafts is None else self.drafts.reader_work_bytes)
 
     def attempt(self, check: Callable[[], T]) -> T | None:
         """What `check` finds; None, with a problem noted, when it refuses the start."""

@@ -43,6 +43,7 @@ from engine.compute.runner.memory_gauge import gauge_of
 from engine.errors import StartRefused
 from engine.startup.build import read_chat_template, use_compute_threads, worthwhile_threads
 from engine.startup.build_embeddings import examine_embeddings
+from engine.startup.build_runner import recorded_bytes
 from engine.startup.build_speculation import (
     draft_methods,
     draft_model_room,
@@ -59,7 +60,9 @@ from engine.startup.memory_beside import (
     foresee_memory_beside,
     foresee_reader,
     outline_draft_model,
+    round_bytes,
 )
+from engine.startup.step_sizes import ModelNeeds
 from engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger("slipstream.engine")
@@ -292,6 +295,9 @@ def _examine_cache(found: Diagnosis, settings: Settings, room: KvRoom) -> None:
         num_host_blocks=host.num_blocks,
         host_bytes=host.num_bytes,
     )
+    if outline.device.type == "cuda":
+        needs = ModelNeeds.of(settings, outline)
+        found.cache.work_bytes = needs.work(sizes) + recorded_bytes(settings, outline, sizes)
 
 
 def _examine_drafts(found: Diagnosis, settings: Settings, room: KvRoom, source: FoundModel) -> None:
@@ -338,10 +344,9 @@ def _weigh_reader(facts: DraftFacts, settings: Settings, room: KvRoom, source: F
         facts.reader_bytes = reader.weights
         facts.reader_kv_bytes = reader.kept(room.for_drafters)
         if room.loaded.device.type == "cuda":
-            most_drafts = foreseen_draft_tokens(settings)
-            facts.reader_held_bytes = reader.reads.held_bytes(
-                room.loaded, room.sizes.max_num_seqs, most_drafts
-            )
+            seats, most_drafts = room.sizes.max_num_seqs, foreseen_draft_tokens(settings)
+            facts.reader_held_bytes = reader.reads.held_bytes(room.loaded, seats, most_drafts)
+            facts.reader_work_bytes = round_bytes(settings, room.loaded, reader.reads, seats)
 
 
 def _examine_draft_model(found: Diagnosis, settings: Settings, room: KvRoom, directory: Path | None) -> None:

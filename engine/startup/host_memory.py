@@ -59,6 +59,11 @@ def weigh(found: Diagnosis, memory: tuple[int, int] | None) -> None:
             f"Model and K/V take {rough_size(needed)}, {rough_size(available)} of memory are available: "
             f"lower {flag}, or free some."
         )
+    elif is_cuda and needed + found.work_bytes > total:
+        found.warnings.append(
+            f"Model and K/V take {rough_size(needed)} and leave too little of what {place}, "
+            f"{rough_size(total)}: steps take about {rough_size(found.work_bytes)} more. Lower {flag}."
+        )
 
 
 def _weigh_beside_gpu(found: Diagnosis, available: int) -> None:

@@ -173,7 +173,9 @@ def _memory(report: Report, model: ModelFacts, cache: CacheFacts) -> Iterator[Ro
         yield "swap", "none: a preempted request is computed anew"
     needed = report.engine.needed_bytes
     if needed is not None:
-        yield "together", f"{rough_size(needed)}, and work space"
+        work = report.engine.work_bytes
+        beside = f"about {rough_size(work)} to compute in and for recorded steps" if work else "work space"
+        yield "together", f"{rough_size(needed)}, and {beside}"
 
 
 def _drafts(drafts: DraftFacts) -> Iterator[Row]:

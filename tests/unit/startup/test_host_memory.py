@@ -54,6 +54,19 @@ def test_a_gpu_has_no_more_than_is_free() -> None:
     assert told(found(5 * GIB, 8 * GIB), (GIB, GIB)) == ([], [])
 
 
+def test_steps_that_a_gpu_has_no_memory_for_are_a_warning() -> None:
+    """Where K/V is given: what it gets by itself leaves them room."""
+    diagnosis = found(5 * GIB, 8 * GIB)
+    assert diagnosis.cache is not None
+    diagnosis.cache.work_bytes = GIB
+    diagnosis.drafts = DraftFacts(("heads",), reader_work_bytes=GIB)
+    assert told(diagnosis, None) == ([], [])
+    diagnosis.drafts.reader_work_bytes = 2 * GIB
+    words = "Model and K/V take 6.00 GiB and leave too little of what the GPU has free, 8.00 GiB: "
+    words += "steps take about 3.00 GiB more. Lower --gpu-memory-utilization."
+    assert told(diagnosis, None) == ([], [words])
+
+
 def test_a_gpus_server_takes_memory_of_the_host_too() -> None:
     diagnosis = found(GIB, 8 * GIB)
     assert diagnosis.cache is not None

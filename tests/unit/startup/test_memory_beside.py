@@ -26,12 +26,13 @@ from engine.compute.loading.locate import FoundModel
 from engine.compute.runner.model_runner import ForDrafts
 from engine.startup import build, kv_room, memory_beside
 from engine.startup.build import load_parts
+from engine.startup.build_runner import recorded_bytes
 from engine.startup.build_speculation import draft_model_room, eagle_room, load_sources
-from engine.startup.diagnosis import DraftFacts
-from engine.startup.doctor import _weigh_reader, diagnose
+from engine.startup.diagnosis import Diagnosis, DraftFacts
+from engine.startup.doctor import _examine_cache, _weigh_reader, diagnose
 from engine.startup.host_memory import memory_bytes
 from engine.startup.memory_beside import foresee_memory_beside, round_bytes
-from engine.startup.step_sizes import MemoryBeside
+from engine.startup.step_sizes import MemoryBeside, ModelNeeds
 from tests.support.native import WITHOUT_KERNELS
 from tests.support.packed import load_tiny
 from tests.support.quantized_checkpoints import awq, save_quantized
@@ -346,5 +347,18 @@ def test_the_doctor_tells_what_is_set_aside_for_features_on_a_gpu_alone(layer: P
         room = kv_room.foresee_kv_room(settings, loaded, None)
         facts = DraftFacts(("heads",))
         _weigh_reader(facts, settings, room, FoundModel("here", layer))
-        found[loaded.device.type] = facts.reader_held_bytes
-    assert found == {"cpu": 0, "cuda": held(ForDrafts("match", True, (0, 1, 1), WINDOW), target)}
+        found[loaded.device.type] = facts.reader_held_bytes, facts.reader_work_bytes
+    reads = ForDrafts("match", True, (0, 1, 1), WINDOW)
+    assert found == {"cpu": (0, 0), "cuda": (held(reads, target), round_bytes(settings, target, reads, 4))}
+
+
+def test_the_doctor_tells_what_steps_of_a_gpu_are_computed_in_and_recorded_to() -> None:
+    settings = settings_for("--max-num-seqs", "4")
+    for loaded, is_gpu in ((load_tiny("llama"), False), (on_gpu(load_tiny("llama")), True)):
+        room, found = kv_room.foresee_kv_room(settings, loaded, None), Diagnosis()
+        _examine_cache(found, settings, room)
+        needs = ModelNeeds.of(settings, loaded)
+        work = needs.work(room.sizes) + recorded_bytes(settings, loaded, room.sizes)
+        assert found.work_bytes == (work if is_gpu else 0)
+        found.drafts = DraftFacts(("heads",), reader_work_bytes=3)
+        assert found.work_bytes == (work + 3 if is_gpu else 3)
