@@ -249,5 +249,7 @@ def rows_apart(hidden: torch.Tensor, query_lens: Int32, window: int) -> list[tor
             parts += [hidden[stop - min(count, most) : stop].clone() for stop, count in pairs]
         else:
             rows = hidden[stops[0] - counts[0] : stops[-1]]
-            parts += torch.ops.aten.split_with_sizes_copy(rows, counts)  # torch's stub has none that returns
+            own = [rows.new_empty((count, *rows.shape[1:])) for count in counts]
+            torch.split_with_sizes_copy(rows, counts, out=own)  # on CUDA one launch for all
+            parts += own
     return parts
