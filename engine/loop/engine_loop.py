@@ -239,6 +239,8 @@ class EngineLoop:
         """Have the device go on with the step behind this one, if it can be decided already."""
         if not self._pipeline.can_launch_ahead or self._endings or self.is_stopping:
             return
+        if self._batcher.hopeless() is not None:
+            return  # it ends before the next step, see `_decide`
         ahead = self._batcher.step_ahead(decision)
         if ahead is not None and ahead.inputs is not None:
             self._pipeline.launch(ahead.inputs)

@@ -15,7 +15,7 @@ from engine.errors import EngineDead, OutOfDeviceMemory, RequestFailed
 from engine.loop.engine_parts import AheadRunner, EngineState, Executors
 from engine.loop.reader_turns import ReaderTurns
 from engine.loop.step_pipeline import StepPipeline
-from engine.plan.request import FinishReason
+from engine.plan.request import FinishReason, GenerationRequest, SamplingParams
 from engine.plan.speculation.drafter import DraftResult
 from engine.plan.step_records import SampledRows, StepInputs, StepResult
 from tests.support.ahead_fakes import AheadFakeRunner
@@ -261,6 +261,23 @@ async def test_newcomers_are_seated_as_soon_as_the_steps_in_flight_have_landed()
         second = await collect(harness.submit([9, 9], max_tokens=5))
         assert second.token_ids == expected_output([9, 9], 5)
         assert known + (await collect(first)).token_ids == expected_output(PROMPT, 100)
+
+
+@pytest.mark.parametrize("engine", [running_engine, ahead_engine, late_engine])
+async def test_who_will_miss_its_deadline_gives_its_seat_up(
+    engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with engine(EngineShape(max_num_seqs=1)) as harness:
+        prompt, sampling = [1, 2, 3], SamplingParams(max_tokens=100, temperature=0.0)
+        asked = GenerationRequest("late", prompt, sampling, deadline=harness.engine.now() + 60)
+        late = harness.engine.submit(asked)
+        await anext(late)
+        monkeypatch.setattr(type(harness.parts.batcher), "_will_miss", lambda _, request, *__: True)
+        other = await collect(harness.submit(PROMPT, max_tokens=5))
+        assert other.token_ids == expected_output(PROMPT, 5)
+        finish = (await collect(late)).finish
+        assert finish.reason is FinishReason.DEADLINE
+        assert finish.num_output_tokens < 30, "it is judged every 16 steps"
 
 
 # When steps fail.
