@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 
 READERS_A_TURN = 32  # of some 40 µs each, where each writes an event to a socket
+FEW_READERS = 8  # done before a hold would be
 LONGEST_HOLD_S = 0.001  # several times what the host takes to queue a recorded step
 
 
@@ -17,7 +18,7 @@ class ReaderTurns:
     wait for the host. Readers whose turn has not come when it is looked at find the tokens of both steps in
     one delta: the further the host is behind, the more tokens an event carries, and the fewer events there
     are. While another thread queues a step, nobody is woken: each of its calls that lets go of the
-    interpreter would get it back behind a reader. Few readers are woken at once. Loop thread only.
+    interpreter would get it back behind a reader. FEW_READERS are woken at once. Loop thread only.
     """
 
     def __init__(self) -> None:
@@ -30,17 +31,17 @@ class ReaderTurns:
         self._waiters.append(waiter)
 
     def begin(self) -> None:
-        """All of a step were added: wake them, or the first of them soon."""
+        """All of a step were added: wake them if they are few, else the first of them soon."""
         if self._next_turn is not None or self._hold is not None:
             return
-        if len(self._waiters) > READERS_A_TURN:
+        if len(self._waiters) > FEW_READERS:
             self._plan()
         else:
             self._wake_some()
 
     def hold(self) -> bool:
-        """Wake nobody until `release`, for LONGEST_HOLD_S at most; False if so few wait that none is held."""
-        if len(self._waiters) <= READERS_A_TURN:
+        """Wake nobody until `release`, for LONGEST_HOLD_S at most; False, and nobody is held, if few wait."""
+        if len(self._waiters) <= FEW_READERS:
             return False
         if self._hold is not None:
             self._hold.cancel()

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from engine.loop.reader_turns import LONGEST_HOLD_S, READERS_A_TURN, ReaderTurns
+from engine.loop.reader_turns import FEW_READERS, LONGEST_HOLD_S, READERS_A_TURN, ReaderTurns
 from engine.loop.step_pipeline import StepPipeline
 from engine.loop.stream import Finish, RequestStream
 from engine.plan.request import FinishReason
@@ -43,7 +43,7 @@ async def all_woken(futures: list[asyncio.Future[None]]) -> None:
         await asyncio.gather(*futures)
 
 
-@pytest.mark.parametrize("count", [0, 1, READERS_A_TURN])
+@pytest.mark.parametrize("count", [0, 1, FEW_READERS])
 async def test_few_are_woken_at_once(count: int) -> None:
     turns = ReaderTurns()
     futures = waiters(turns, count)
