@@ -48,10 +48,9 @@ from engine.compute.cuda.latent_kernels import (
 from engine.compute.cuda.layer_kernels import (
     gate_kernel,
     gated_norm_kernel,
-    norm_heads_kernel,
     norm_kernel,
-    rotate_kernel,
 )
+from engine.compute.cuda.rotation_kernels import rotate_kernel, rotate_rows_kernel
 from engine.compute.cuda.row_products import row_product_kernel
 from engine.compute.cuda.state_chunks import (
     delta_chunks_kernel,
@@ -209,7 +208,17 @@ LAYERS: list[tuple[Any, dict[str, Any]]] = [
             *((True, True, True, False), (True, True, False, False)),
         )
     ),
-    (norm_heads_kernel, {"QUERIES": 5120, "KEYS": 1024, "STRIDE": 7168, "PADDED": 8192}),
+    *(
+        (
+            rotate_rows_kernel,
+            {"NUM_HEADS": 40, "NUM_KV_HEADS": kv_heads, "DIM": 128, "TURNED": turned, "ANGLES": turned}
+            | {"OF_NEIGHBOURS": False, "IN_ORDER": False, "PADDED_HEADS": 64, "PADDED_KV_HEADS": padded}
+            | {"PADDED_DIM": 128, "BLOCK_SIZE": 16, "PAGES": pages},
+        )
+        for kv_heads, padded, turned, pages in (
+            *((8, 8, 128, "plain"), (40, 64, 128, "plain"), (8, 8, 64, "int8"), (8, 8, 128, "fp8")),
+        )
+    ),
     *(
         (
             gate_kernel,

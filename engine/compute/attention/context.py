@@ -55,7 +55,7 @@ class KeyPages(NamedTuple):
 
 
 class RotatingStep(Protocol):
-    """A StepAttention that also does what comes before attention, in one launch or two."""
+    """A StepAttention that also does what comes before attention, in one launch."""
 
     @property
     def slots(self) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """FusedLayer: a decoder layer in nine to eleven launches, in place of 32 (Cohere 2) to 72 (Gemma 4).
 
-The projections of one input are one matrix product, and what lies between products is one kernel each, or two
-where all heads are normed together. Of one row, as when a single sequence decodes, the products are kernels
-too, with what follows them. A mixture of experts in the place of an MLP is called as it is. What a step
-brings for one of Gemma 4's layers alone is four launches more, experts beside its MLP are ten.
+The projections of one input are one matrix product, and what lies between products is one kernel each. Of
+one row, as when a single sequence decodes, the products are kernels too, with what follows them. A mixture of
+experts in the place of an MLP is called as it is. What a step brings for one of Gemma 4's layers alone is
+four launches more, experts beside its MLP are ten.
 """
 
 from __future__ import annotations

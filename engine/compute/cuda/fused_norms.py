@@ -8,8 +8,7 @@ import torch
 import triton
 from torch import nn
 
-from engine.compute.attention.context import HeadNorms
-from engine.compute.cuda.layer_kernels import gated_norm_kernel, norm_heads_kernel, norm_kernel
+from engine.compute.cuda.layer_kernels import gated_norm_kernel, norm_kernel
 from engine.compute.native.families import is_whole
 from engine.compute.native.records import NormKind
 
@@ -125,25 +124,6 @@ def add_and_norm(
     total, normed = torch.empty_like(rows), torch.empty_like(rows)
     _launch((rows, added), (norm_of_added, by), (total, normed), multiplier)
     return total, normed
-
-
-def norm_heads(qkv: torch.Tensor, norms: HeadNorms) -> None:
-    """Norm the queries of each row together, and its keys, as wide as their weights; values stay.
-
-    `qkv` [rows, queries + keys + values] is written over.
-    """
-    queries, keys = len(norms.query), len(norms.key)
-    norm_heads_kernel[(2 * len(qkv),)](
-        qkv,
-        norms.query,
-        norms.key,
-        norms.eps,
-        QUERIES=queries,
-        KEYS=keys,
-        STRIDE=qkv.shape[1],
-        PADDED=triton.next_power_of_2(max(queries, keys)),
-        num_warps=warps_for(queries),
-    )
 
 
 def eps_of(module: Any) -> Any:

@@ -9,14 +9,15 @@ import math
 from typing import NamedTuple
 
 import torch
+import triton
 from triton.runtime import driver
 
 from engine.compute.attention.backend import LayerCall
 from engine.compute.attention.context import HeadNorms, HeadTurns
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
-from engine.compute.cuda.fused_norms import norm_heads
-from engine.compute.cuda.layer_kernels import rotate_kernel
+from engine.compute.cuda.fused_norms import warps_for
+from engine.compute.cuda.rotation_kernels import rotate_kernel, rotate_rows_kernel
 from engine.compute.cuda.triton_kernels import attend_kernel, merge_kernel
 from engine.compute.cuda.triton_pages import pages_of, store_kernel
 from engine.compute.cuda.triton_tables import StepTables
@@ -114,11 +115,8 @@ class TritonStep:
         dim = shape.key_dim
         kv_heads = 0 if shape.shares is not None else shape.num_kv_heads
         num_heads = qkv.shape[1] // dim - 2 * kv_heads
-        if norms is not None and len(norms.query) > dim:
-            norm_heads(qkv, norms)
-            norms = None
         query = qkv.new_empty(len(qkv), num_heads, dim)
-        rotate_kernel[(len(qkv) * (num_heads + 2 * kv_heads),)](
+        given = (
             qkv,
             qkv if turns is None else turns.cosines,
             qkv if turns is None else turns.sines,
@@ -129,18 +127,34 @@ class TritonStep:
             self._kv.values[layer],
             self.slots,
             0.0 if norms is None else norms.eps,
+        )
+        sizes = {
+            "NUM_HEADS": num_heads,
+            "NUM_KV_HEADS": kv_heads,
+            "DIM": dim,
+            "TURNED": 0 if turns is None else turns.num_turned,
+            "ANGLES": 0 if turns is None else turns.cosines.shape[-1],
+            "OF_NEIGHBOURS": turns is not None and turns.of_neighbours,
+            "IN_ORDER": turns is not None and turns.in_order,
+            "BLOCK_SIZE": self._kv.block_size,
+            "PAGES": self._pages,
+        }
+        if norms is not None and len(norms.query) > dim:
+            rotate_rows_kernel[(2 * len(qkv),)](
+                *given,
+                **sizes,
+                PADDED_HEADS=triton.next_power_of_2(num_heads),
+                PADDED_KV_HEADS=triton.next_power_of_2(kv_heads),
+                PADDED_DIM=triton.next_power_of_2(dim),
+                num_warps=warps_for(num_heads * dim),
+            )
+            return query
+        rotate_kernel[(len(qkv) * (num_heads + 2 * kv_heads),)](
+            *given,
+            **sizes,
             HAS_NORMS=norms is not None,
             NORMS_VALUES=norms is not None and norms.norms_values,
-            NUM_HEADS=num_heads,
-            NUM_KV_HEADS=kv_heads,
-            DIM=dim,
-            TURNED=0 if turns is None else turns.num_turned,
-            ANGLES=0 if turns is None else turns.cosines.shape[-1],
-            OF_NEIGHBOURS=turns is not None and turns.of_neighbours,
-            IN_ORDER=turns is not None and turns.in_order,
-            PADDED_HALF=1 << (dim // 2 - 1).bit_length(),
-            BLOCK_SIZE=self._kv.block_size,
-            PAGES=self._pages,
+            PADDED_HALF=triton.next_power_of_2(dim // 2),
             num_warps=1,  # for half a head
         )
         return query
