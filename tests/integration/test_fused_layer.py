@@ -57,24 +57,26 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # Triton 3.6, numpy 2.3
 ]
 
-# How many launches a layer takes for two decodes, and how many transformers' own takes at least. Where it has
-# a window nothing is merged.
+# How many launches a layer takes for two decodes, but for merging, of which there is none where it has a
+# window; and how many transformers' own takes at least, around its experts where these take its MLP's place.
 FAMILIES = {
-    "llama": (10, 30),
-    "qwen3": (10, 40),
-    "granite": (10, 30),
-    "gemma": (10, 35),
-    "gemma2": (10, 50),
-    "gemma3": (10, 60),
+    "llama": (9, 30),
+    "qwen3": (9, 40),
+    "granite": (9, 30),
+    "gemma": (9, 35),
+    "gemma2": (9, 50),
+    "gemma3": (9, 60),
     "exaone4": (9, 40),
     "phi3": (9, 30),
-    "glm4": (11, 50),
-    "olmo2": (10, 45),
+    "glm4": (9, 50),
+    "olmo2": (9, 45),
     "olmo3": (9, 45),
     "cohere2": (9, 30),
-    "gemma4": (14, 55),
-    "gemma4 of values that are keys": (10, 55),
-    "gemma4 with experts": (20, 100),
+    "gemma4": (13, 55),
+    "gemma4 of values that are keys": (9, 55),
+    "gemma4 with experts": (19, 100),
+    "qwen3_moe": (12, 35),
+    "gpt_oss": (12, 35),
 }
 # Gemma 4's large models: their layers are given nothing alone.
 LARGE_GEMMA4 = "gemma4 of values that are keys"
@@ -171,9 +173,7 @@ def test_an_mlp_wider_than_a_program_is_gated() -> None:
     torch.testing.assert_close(gate(both), torch.nn.functional.silu(both[:, :1500]) * both[:, 1500:])
 
 
-@pytest.mark.parametrize(
-    "family", [*FAMILIES, "qwen2", "mistral", "smollm3", "gpt_oss", "glm", "olmoe", ODD_GEMMA4]
-)
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen2", "mistral", "smollm3", "glm", "olmoe", ODD_GEMMA4])
 def test_a_model_of_fused_layers_is_the_model(family: str) -> None:
     loaded = tiny(family)
     before = packed_sample(PackedForward(loaded))
@@ -366,13 +366,14 @@ def test_kernels_that_do_not_run_leave_the_model_as_it_was(monkeypatch: pytest.M
 def test_a_layer_is_ten_launches(
     family: str, bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or eleven, where what its MLP answers is normed; ten more where experts stand beside it."""
+    """One is the merging of contexts that were cut into runs; experts are some more."""
     loaded = tiny(family)
     fuse_experts(loaded, BLOCK_SIZE), fuse_routers(loaded, BLOCK_SIZE)
     name = next(name for name, part in loaded.model.named_modules() if FusedLayer.fits(part, loaded.dtype))
     observation = observe(loaded, [name], BLOCK_SIZE)
     original = loaded.model.get_submodule(name)
     made = FusedLayer(original, observation.calls[0])
+    made.next_norm = made.input_norm if made.ends_in_sum else None  # it stands for the one behind it, too
     count = LaunchCount()
     for module in (triton_attention, fused_products, fused_norms, fused_experts, fused_router):
         for kernel in [name for name in vars(module) if name.endswith("_kernel")]:
@@ -391,8 +392,10 @@ def test_a_layer_is_ten_launches(
     }
     run_counted(count, lambda: original(hidden, *brought, **options))  # lays out the step's work
     before = run_counted(count, lambda: original(hidden, *brought, **options))
-    ours = run_counted(count, lambda: made(hidden, *brought, **options))
-    num_launches, least = bounds
-    assert len(ours) == num_launches and ours.count("attend_kernel") == 1, ours
-    assert ours.count("merge_kernel") == (made.call.window is None), ours
+    answers = [hidden]
+    for _ in range(2):
+        ours = run_counted(count, lambda: answers.append(made(answers[-1], *brought, **options)))
+    (num_launches, least), merges = bounds, int(made.call.window is None)
+    assert len(ours) == num_launches + merges and ours.count("attend_kernel") == 1, ours
+    assert ours.count("merge_kernel") == merges, ours
     assert len(before) >= least

@@ -80,6 +80,7 @@ class AttentionContext:
         self.kv = kv
         self._inputs = inputs
         self._step = backend.plan(inputs, kv)
+        self._handed: tuple[torch.Tensor, object, torch.Tensor] | None = None
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: LayerCall
@@ -116,6 +117,15 @@ class AttentionContext:
     def attend_written(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """As `attend`, for keys and values that are in the `slots` of their pages already."""
         return self._step.attend(query, call)
+
+    def hand_on(self, rows: torch.Tensor, norm: object, normed: torch.Tensor) -> None:
+        """Keep what a layer's answer `rows` are normed to by the next one's `norm`, until that one runs."""
+        self._handed = rows, norm, normed
+
+    def taken(self, rows: torch.Tensor, norm: object) -> torch.Tensor | None:
+        """What was handed on last, where it is these very `rows` by this norm; it is given once."""
+        handed, self._handed = self._handed, None
+        return handed[2] if handed is not None and handed[0] is rows and handed[1] is norm else None
 
     def rotate_and_attend(
         self,

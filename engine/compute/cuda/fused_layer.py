@@ -1,8 +1,9 @@
-"""FusedLayer: a decoder layer in nine to eleven launches, in place of 32 (Cohere 2) to 72 (Gemma 4).
+"""FusedLayer: a decoder layer in nine or ten launches, in place of 32 (Cohere 2) to 72 (Gemma 4).
 
 The projections of one input are one matrix product, and what lies between products is one kernel each. Of
 one row, as when a single sequence decodes, the products are kernels too, with what follows them. A mixture of
-experts in the place of an MLP is called as it is. What a step brings for one of Gemma 4's layers alone is
+experts in the place of an MLP is called as it is. A layer that ends in a sum, and in no product that adds
+it, norms that for the next layer in the same launch. What a step brings for one of Gemma 4's layers alone is
 four launches more, experts beside its MLP are ten.
 """
 
@@ -16,8 +17,17 @@ from torch import nn
 
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext, LayerCall
 from engine.compute.attention.context import HeadNorms, HeadTurns
-from engine.compute.cuda.fused_mlp import ExpertsBeside, LayerInput, Mlp, mlp_class_of
-from engine.compute.cuda.fused_norms import FusedNorm, add, add_and_norm, eps_of, is_norm, norm
+from engine.compute.cuda.fused_mlp import ExpertsBeside, JoinedMlp, LayerInput, Mlp, mlp_class_of
+from engine.compute.cuda.fused_norms import (
+    FusedNorm,
+    Sum,
+    add,
+    add_and_norm,
+    eps_of,
+    is_norm,
+    norm,
+    sum_and_norm,
+)
 from engine.compute.cuda.fused_products import (
     OF_ONE_ROW,
     OF_ROWS,
@@ -74,6 +84,7 @@ class FusedLayer(nn.Module):
         self.is_rotated = self.family.rotates(attention)
         self.shared_as = shared_as(attention)
         self.call = call
+        self.next_norm: FusedNorm | None = None  # of the layer that is given the answer of this one
 
     @staticmethod
     def fits(layer: Any, dtype: torch.dtype) -> bool:
@@ -118,7 +129,11 @@ class FusedLayer(nn.Module):
         `brought` is what a step brings for some of Gemma 4's layers, each alone: [1, N, width].
         """
         normed, total = self.attended(hidden_states, brought, **options)
-        return self.finished(normed, total, self._products(len(normed)), brought)[None]
+        rows, normed_next = self.finished(normed, total, self._products(len(normed)), brought)
+        answer = rows[None]
+        if normed_next is not None:
+            options[CONTEXT_KEYWORD].hand_on(answer, self.next_norm, normed_next)
+        return answer
 
     def attended(
         self,
@@ -135,7 +150,9 @@ class FusedLayer(nn.Module):
         rows = hidden_states[0].contiguous()
         turns = self._turns(position_embeddings)
         products = self._products(len(rows))
-        given = self.given_to_attention(rows)
+        given = context.taken(hidden_states, self.input_norm)
+        if given is None:
+            given = self.given_to_attention(rows)
         qkv = products.project(given, self.qkv)
         attended = context.rotate_and_attend(qkv, turns, self.head_norms, self.call)
         if self.shared_as is not None:
@@ -158,23 +175,44 @@ class FusedLayer(nn.Module):
         total: torch.Tensor,
         products: Products,
         brought: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The layer's answer from what `attended` gives, of which it may write over `total`."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The layer's answer from what `attended` gives, of which it may write over `total`.
+
+        Beside it what the next layer norms it to, where that one's norm is known.
+        """
         if self.layer_input is None:
-            return self._transformed(normed, total, products, self.scalar)
-        assert brought is not None, "there was some when the layer's answer was compared"
-        rows = self._transformed(normed, total, products, 1.0)
-        return self.layer_input.added(rows, brought[0], self.scalar)
+            answer = self._transformed(normed, total, products, self.scalar)
+        else:
+            assert brought is not None, "there was some when the layer's answer was compared"
+            rows = self._transformed(normed, total, products, 1.0)
+            rows = add(*rows) if isinstance(rows, Sum) else rows
+            answer = self.layer_input.sum_with(rows, brought[0], self.scalar)
+        if not isinstance(answer, Sum):
+            return answer, None
+        return (add(*answer), None) if self.next_norm is None else sum_and_norm(answer, self.next_norm)
+
+    @property
+    def ends_in_sum(self) -> bool:
+        """Whether its answer can be normed in the launch that it is computed by."""
+        return self.layer_input is not None or not self._is_added_by_product(self.scalar)
+
+    def _is_added_by_product(self, factor: float) -> bool:
+        return (
+            isinstance(self.mlp, JoinedMlp)
+            and self.mlp_norm is None
+            and factor == 1.0
+            and (self.multiplier == 1.0 or self.is_plain)
+        )
 
     def _transformed(
         self, normed: torch.Tensor, total: torch.Tensor, products: Products, factor: float
-    ) -> torch.Tensor:
-        if self.mlp_norm is None and factor == 1.0 and (self.multiplier == 1.0 or self.is_plain):
+    ) -> torch.Tensor | Sum:
+        if isinstance(self.mlp, JoinedMlp) and self._is_added_by_product(factor):
             return self.mlp.added(normed, total, products, self.multiplier)
         answer = self.mlp.computed(normed, products)
         if self.beside is not None:
             answer = self.beside.added(answer, total)
-        return add(total, answer, self.mlp_norm, self.multiplier, factor)
+        return Sum(total, answer, self.mlp_norm, self.multiplier, factor)
 
     def _turns(self, rotation: Rotation | None) -> HeadTurns | None:
         if not self.is_rotated:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from engine.compute.cuda.fused_norms import FusedNorm, add, is_norm, norm
+from engine.compute.cuda.fused_norms import FusedNorm, Sum, add, is_norm, norm
 from engine.compute.cuda.fused_products import (
     OF_ROWS,
     Products,
@@ -35,12 +35,6 @@ class Mlp(Protocol):
 
     def computed(self, normed: torch.Tensor, products: Products) -> torch.Tensor:
         """What it makes of rows [N, hidden]."""
-        ...
-
-    def added(
-        self, normed: torch.Tensor, total: torch.Tensor, products: Products, multiplier: float
-    ) -> torch.Tensor:
-        """`multiplier` times the same, and `total`, which it may write over; not 1 of plain weights alone."""
         ...
 
     def answers(self, row: torch.Tensor, products: Products) -> tuple[torch.Tensor, ...]:
@@ -90,7 +84,7 @@ class JoinedMlp(nn.Module):
     def added(
         self, normed: torch.Tensor, total: torch.Tensor, products: Products, multiplier: float
     ) -> torch.Tensor:
-        """See Mlp."""
+        """`multiplier` times the same, and `total`, which it may write over; not 1 of plain weights alone."""
         gated = products.gate(normed, self.gate_up, self.activation)
         return products.add(gated, self.down, total, multiplier)
 
@@ -127,12 +121,6 @@ class CalledMixture(nn.Module):
         rows: torch.Tensor = answer[0] if isinstance(answer, tuple) else answer  # gpt-oss tells shares, too
         return rows[0]
 
-    def added(
-        self, normed: torch.Tensor, total: torch.Tensor, products: Products, multiplier: float
-    ) -> torch.Tensor:
-        """See Mlp."""
-        return total.add_(self.computed(normed, products), alpha=multiplier)
-
     def answers(self, row: torch.Tensor, products: Products) -> tuple[torch.Tensor, ...]:
         """See Mlp."""
         return ()
@@ -168,10 +156,10 @@ class LayerInput(nn.Module):
             and is_norm(layer.post_per_layer_input_norm, dtype)
         )
 
-    def added(self, rows: torch.Tensor, brought: torch.Tensor, factor: float) -> torch.Tensor:
+    def sum_with(self, rows: torch.Tensor, brought: torch.Tensor, factor: float) -> Sum:
         """`rows` [N, hidden] and what comes of `brought` [N, width] and them, times `factor`."""
         gated = gate_apart(self.gate(rows), brought, self.activation)
-        return add(rows, self.projection(gated), self.norm, factor=factor)
+        return Sum(rows, self.projection(gated), self.norm, factor=factor)
 
 
 class ExpertsBeside(nn.Module):

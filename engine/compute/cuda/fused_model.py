@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from engine.compute.cuda.fused_experts import FusedExperts, equal_experts
 from engine.compute.cuda.fused_latent import fuse_latent_attentions
 from engine.compute.cuda.fused_layer import FusedLayer
 from engine.compute.cuda.fused_mlp import ExpertsBeside
+from engine.compute.cuda.fused_norms import norm
 from engine.compute.cuda.fused_parts import fuse_parts
 from engine.compute.cuda.fused_products import OF_ONE_ROW, OF_ROWS, Products
 from engine.compute.cuda.fused_router import equal_router, router_class_of
@@ -150,15 +152,31 @@ def fuse_layers(loaded: LoadedModel, backend: AttentionBackend, block_size: int)
     routers = [_router_of(name) for name in fitting if ExpertsBeside.are_of(loaded.model.get_submodule(name))]
     observation = observe(loaded, [*fitting, *map(_mlp_of, fitting), *routers], block_size)
     context = observation.context(backend)
-    count = 0
+    layers: dict[str, FusedLayer] = {}
     for name in fitting:
         made = _equal_layer(loaded.model.get_submodule(name), name, observation, context)
         if made is None:
             log.debug("%s answers otherwise when fused: the layer stays", name)
             continue
         loaded.model.set_submodule(name, made)
-        count += 1
-    return count
+        layers[name] = made
+    _link(layers, observation.seen)
+    return len(layers)
+
+
+def _link(layers: Mapping[str, FusedLayer], seen: Mapping[str, Seen]) -> None:
+    """Have layers norm their answers for the next, where that is given this very tensor and normed alike."""
+    for (name, layer), (next_name, following) in pairwise(layers.items()):
+        by, given = following.input_norm, seen[_mlp_of(name)].given
+        if by is None or given is None or not layer.ends_in_sum:
+            continue
+        if seen[next_name].given is not seen[name].output:
+            continue
+        layer.next_norm = by
+        rows, normed = layer.finished(given[0], given[0].clone(), OF_ROWS, *seen[name].args[1:])
+        if normed is None or not is_close(normed, norm(rows, by)):
+            log.debug("%s norms otherwise for the next layer, which does so itself", name)
+            layer.next_norm = None
 
 
 def _equal_layer(
@@ -185,7 +203,7 @@ def _equal_layer(
     pairs = (
         (normed, given),
         (total, before),
-        (made.finished(given, before.clone(), OF_ROWS, *seen.args[1:])[None], seen.output),
+        (made.finished(given, before.clone(), OF_ROWS, *seen.args[1:])[0][None], seen.output),
         (context.kv.keys[layer], kv.keys[layer]),
         (context.kv.values[layer], kv.values[layer]),
     )

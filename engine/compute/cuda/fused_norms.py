@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import triton
@@ -90,6 +90,19 @@ class FusedGatedNorm(nn.Module):
         return normed.view(hidden_states.shape)
 
 
+class Sum(NamedTuple):
+    """`rows` + `multiplier` * `added`, both [rows, width], that sum times `factor`; not yet computed.
+
+    What is added is normed before, where there is a norm for it.
+    """
+
+    rows: torch.Tensor
+    added: torch.Tensor
+    norm_of_added: RowNorm | None = None
+    multiplier: float = 1.0
+    factor: float = 1.0
+
+
 def norm(rows: torch.Tensor, by: RowNorm) -> torch.Tensor:
     """The norm of [rows, width]."""
     normed = torch.empty_like(rows)
@@ -121,8 +134,13 @@ def add_and_norm(
     multiplier: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `add` gives, and its norm."""
-    total, normed = torch.empty_like(rows), torch.empty_like(rows)
-    _launch((rows, added), (norm_of_added, by), (total, normed), multiplier)
+    return sum_and_norm(Sum(rows, added, norm_of_added, multiplier), by)
+
+
+def sum_and_norm(of: Sum, by: RowNorm) -> tuple[torch.Tensor, torch.Tensor]:
+    """A sum, and its norm."""
+    total, normed = torch.empty_like(of.rows), torch.empty_like(of.rows)
+    _launch((of.rows, of.added), (of.norm_of_added, by), (total, normed), of.multiplier, of.factor)
     return total, normed
 
 
