@@ -21,7 +21,7 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from engine.compute.cuda import fused_layer, fused_model  # noqa: E402
+from engine.compute.cuda import fused_norms, layer_links  # noqa: E402
 from engine.compute.cuda.fused_layer import FusedLayer  # noqa: E402
 from engine.compute.cuda.fused_model import fuse_layers  # noqa: E402
 from engine.compute.cuda.fused_norms import Sum, sum_and_norm  # noqa: E402
@@ -87,7 +87,7 @@ def test_a_norm_that_answers_otherwise_in_one_launch_stays_where_it_was(
         total, normed = sum_and_norm(of, by)
         return total, 1.1 * normed
 
-    monkeypatch.setattr(fused_layer, "sum_and_norm", other)
+    monkeypatch.setattr(fused_norms, "sum_and_norm", other)
     _, layers = fused("glm4")
     assert all(layer.next_norm is None for layer in layers)
 
@@ -100,9 +100,9 @@ def test_a_layer_whose_answer_the_next_is_not_given_norms_nothing_for_it() -> No
     for layer in layers:
         layer.next_norm = None
     between = replace(seen[names[1]], args=(seen[names[1]].args[0].clone(),))
-    fused_model._link(dict(zip(names, layers, strict=True)), seen | {names[1]: between})
+    layer_links.link(dict(zip(names, layers, strict=True)), seen | {names[1]: between})
     assert layers[0].next_norm is None
-    fused_model._link(dict(zip(names, layers, strict=True)), seen)
+    layer_links.link(dict(zip(names, layers, strict=True)), seen)
     assert layers[0].next_norm is layers[1].input_norm
 
 

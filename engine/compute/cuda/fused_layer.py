@@ -26,7 +26,6 @@ from engine.compute.cuda.fused_norms import (
     eps_of,
     is_norm,
     norm,
-    sum_and_norm,
 )
 from engine.compute.cuda.fused_products import (
     OF_ONE_ROW,
@@ -185,11 +184,11 @@ class FusedLayer(nn.Module):
         else:
             assert brought is not None, "there was some when the layer's answer was compared"
             rows = self._transformed(normed, total, products, 1.0)
-            rows = add(*rows) if isinstance(rows, Sum) else rows
+            rows = rows.computed()[0] if isinstance(rows, Sum) else rows
             answer = self.layer_input.sum_with(rows, brought[0], self.scalar)
         if not isinstance(answer, Sum):
             return answer, None
-        return (add(*answer), None) if self.next_norm is None else sum_and_norm(answer, self.next_norm)
+        return answer.computed(self.next_norm)
 
     @property
     def ends_in_sum(self) -> bool:

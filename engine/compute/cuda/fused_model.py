@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,13 +12,14 @@ from torch import nn
 
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionBackend, AttentionContext
 from engine.compute.cuda.fused_experts import FusedExperts, equal_experts
+from engine.compute.cuda.fused_halves import fuse_halves
 from engine.compute.cuda.fused_latent import fuse_latent_attentions
 from engine.compute.cuda.fused_layer import FusedLayer
 from engine.compute.cuda.fused_mlp import ExpertsBeside
-from engine.compute.cuda.fused_norms import norm
 from engine.compute.cuda.fused_parts import fuse_parts
 from engine.compute.cuda.fused_products import OF_ONE_ROW, OF_ROWS, Products
 from engine.compute.cuda.fused_router import equal_router, router_class_of
+from engine.compute.cuda.layer_links import link, mlp_of
 from engine.compute.cuda.state_scans import TritonScans
 from engine.compute.cuda.triton_attention import TritonAttention
 from engine.compute.loading.loader import LoadedModel
@@ -66,12 +66,14 @@ def _fuse(loaded: LoadedModel, backend: AttentionBackend, block_size: int) -> li
     layers = 0 if loaded.keeps_state else fuse_layers(loaded, backend, block_size)
     latent = fuse_latent_attentions(loaded, backend, block_size)
     parts = fuse_parts(loaded, block_size)
+    around = fuse_halves(loaded, block_size) if latent else 0  # once their norms and MLPs are fused
     counts = {
         f"{layers} of {len(loaded.layers)} layers fused": layers,
         f"experts of {experts} fused": experts,
         f"routers of {routers} fused": routers,
         f"latent attention of {latent} fused": latent,
         f"norms and MLPs fused: {parts}": parts,
+        f"sums of {around} layers with latent attention fused": around,
     }
     return [what for what, count in counts.items() if count]
 
@@ -150,7 +152,7 @@ def fuse_layers(loaded: LoadedModel, backend: AttentionBackend, block_size: int)
     if not fitting:
         return 0
     routers = [_router_of(name) for name in fitting if ExpertsBeside.are_of(loaded.model.get_submodule(name))]
-    observation = observe(loaded, [*fitting, *map(_mlp_of, fitting), *routers], block_size)
+    observation = observe(loaded, [*fitting, *map(mlp_of, fitting), *routers], block_size)
     context = observation.context(backend)
     layers: dict[str, FusedLayer] = {}
     for name in fitting:
@@ -160,23 +162,8 @@ def fuse_layers(loaded: LoadedModel, backend: AttentionBackend, block_size: int)
             continue
         loaded.model.set_submodule(name, made)
         layers[name] = made
-    _link(layers, observation.seen)
+    link(layers, observation.seen)
     return len(layers)
-
-
-def _link(layers: Mapping[str, FusedLayer], seen: Mapping[str, Seen]) -> None:
-    """Have layers norm their answers for the next, where that is given this very tensor and normed alike."""
-    for (name, layer), (next_name, following) in pairwise(layers.items()):
-        by, given = following.input_norm, seen[_mlp_of(name)].given
-        if by is None or given is None or not layer.ends_in_sum:
-            continue
-        if seen[next_name].given is not seen[name].output:
-            continue
-        layer.next_norm = by
-        rows, normed = layer.finished(given[0], given[0].clone(), OF_ROWS, *seen[name].args[1:])
-        if normed is None or not is_close(normed, norm(rows, by)):
-            log.debug("%s norms otherwise for the next layer, which does so itself", name)
-            layer.next_norm = None
 
 
 def _equal_layer(
@@ -189,7 +176,7 @@ def _equal_layer(
     computed those.
     """
     seen, call = observation.seen.get(name), observation.calls.get(original.self_attn.layer_idx)
-    seen_mlp = observation.seen.get(_mlp_of(name))
+    seen_mlp = observation.seen.get(mlp_of(name))
     if seen is None or seen_mlp is None or call is None or seen.given is None or seen_mlp.given is None:
         return None
     if not FusedLayer.rotates(original, seen.options.get("position_embeddings"), seen.given.dtype):
@@ -209,11 +196,6 @@ def _equal_layer(
     )
     alike = all(is_close(found, expected) for found, expected in pairs)
     return made if alike and _one_row_is_alike(made, seen.given[0, :1]) else None
-
-
-def _mlp_of(layer: str) -> str:
-    """The name of what comes behind a layer's second norm."""
-    return f"{layer}.mlp"
 
 
 def _router_of(layer: str) -> str:

@@ -102,6 +102,10 @@ class Sum(NamedTuple):
     multiplier: float = 1.0
     factor: float = 1.0
 
+    def computed(self, next_norm: RowNorm | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What it is, and the norm of that where one is given."""
+        return (add(*self), None) if next_norm is None else sum_and_norm(self, next_norm)
+
 
 def norm(rows: torch.Tensor, by: RowNorm) -> torch.Tensor:
     """The norm of [rows, width]."""

@@ -332,6 +332,12 @@ def latent_pairing(module: nn.Module) -> Pairing | None:
     return None if _name_of(type(module)) is None else LATENT_ATTENTIONS.get(type(module).__name__)
 
 
+def is_around_latent_attention(layer: nn.Module) -> bool:
+    """True for a layer of these: norm, attention, sum, norm, MLP, sum."""
+    family, _, rest = type(layer).__name__.rpartition("DecoderLayer")
+    return not rest and _name_of(type(layer)) is not None and f"{family}Attention" in LATENT_ATTENTIONS
+
+
 def has_read_experts(module: nn.Module) -> bool:
     """True for all experts of a layer, whose code was read."""
     names = EXPERTS | UNGATED_EXPERTS | LIMITED_EXPERTS
