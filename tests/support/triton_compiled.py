@@ -201,11 +201,12 @@ LAYERS: list[tuple[Any, dict[str, Any]]] = [
         (
             norm_kernel,
             {"HAS_ADDED": added, "NORMS_ADDED": normed, "HAS_NORM": has_norm, "IS_CENTRED": centred}
-            | {"WIDTH": 4096, "PADDED": 4096},
+            | {"HAS_BESIDE": beside, "WIDTH": 4096, "PADDED": 4096},
         )
-        for added, normed, has_norm, centred in (
-            *((False, False, True, False), (False, False, True, True), (True, False, True, False)),
-            *((True, True, True, False), (True, True, False, False)),
+        for added, normed, has_norm, centred, beside in (
+            *((False, False, True, False, False), (False, False, True, True, False)),
+            *((True, False, True, False, False), (True, True, True, False, False)),
+            *((True, True, False, False, False), (True, True, True, False, True)),
         )
     ),
     *(
@@ -288,6 +289,9 @@ _ROWS = (
         "given",
         "added",
         "added_weight",
+        "beside",
+        "beside_weight",
+        "both_weight",
         "weight",
         "total",
         "normed",
@@ -310,7 +314,7 @@ def _type(name: str, dtype: str, constants: dict[str, Any]) -> str:
         return f"*{dtype}"
     if name in ("partial_sums", "partial_weights", "temperature", "gaps"):
         return "*fp32"
-    if name in ("scale", "cap", "eps", "added_eps", "multiplier", "factor"):
+    if name in ("scale", "cap", "eps", "added_eps", "beside_eps", "both_eps", "multiplier", "factor"):
         return "fp32"
     return "i32" if name.endswith(INTEGERS) else "*i32"
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from engine.compute.cuda.fused_norms import FusedNorm, Sum, add, is_norm, norm
+from engine.compute.cuda.fused_norms import Beside, FusedNorm, RowNorm, Sum, is_norm, norm
 from engine.compute.cuda.fused_products import (
     OF_ROWS,
     Products,
@@ -165,7 +165,7 @@ class LayerInput(nn.Module):
 class ExpertsBeside(nn.Module):
     """What a layer's experts add to its MLP's answer, both normed.
 
-    Three launches, and those of the router and the experts, which are called as they are: three and four.
+    A launch, and those of the router and the experts, which are called as they are: three and four.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -187,8 +187,8 @@ class ExpertsBeside(nn.Module):
         """True for those that can be computed; the layer's answer is still to be compared."""
         return all(is_norm(getattr(layer, name), dtype) for name in _NORMS_BESIDE)
 
-    def added(self, answer: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        """What an MLP answers and what experts make of `total`, which it was normed from; all [N, hidden]."""
+    def answered(self, total: torch.Tensor, norm_of_both: RowNorm) -> Beside:
+        """What experts make of `total` [N, hidden], which their MLP's input was normed from."""
         _, shares, chosen = self.router(total)
-        answer_of_experts = self.experts(norm(total, self.before), chosen, shares)
-        return add(norm(answer, self.of_mlp), answer_of_experts, self.of_experts)
+        answer = self.experts(norm(total, self.before), chosen, shares)
+        return Beside(answer, self.of_experts, norm_of_both)

@@ -90,10 +90,18 @@ class FusedGatedNorm(nn.Module):
         return normed.view(hidden_states.shape)
 
 
+class Beside(NamedTuple):
+    """Rows [rows, width] that are normed and added to others, and what norms that sum."""
+
+    rows: torch.Tensor
+    by: RowNorm
+    norm_of_both: RowNorm
+
+
 class Sum(NamedTuple):
     """`rows` + `multiplier` * `added`, both [rows, width], that sum times `factor`; not yet computed.
 
-    What is added is normed before, where there is a norm for it.
+    What is added is normed before, where there is a norm for it; then come rows `beside`, if there are any.
     """
 
     rows: torch.Tensor
@@ -101,16 +109,17 @@ class Sum(NamedTuple):
     norm_of_added: RowNorm | None = None
     multiplier: float = 1.0
     factor: float = 1.0
+    beside: Beside | None = None
 
     def computed(self, next_norm: RowNorm | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What it is, and the norm of that where one is given."""
-        return (add(*self), None) if next_norm is None else sum_and_norm(self, next_norm)
+        return (_sum(self), None) if next_norm is None else sum_and_norm(self, next_norm)
 
 
 def norm(rows: torch.Tensor, by: RowNorm) -> torch.Tensor:
     """The norm of [rows, width]."""
     normed = torch.empty_like(rows)
-    _launch((rows, None), (None, by), (rows, normed))
+    _launch(rows, None, by, (rows, normed))
     return normed
 
 
@@ -125,9 +134,7 @@ def add(
 
     That sum is multiplied with `factor`.
     """
-    total = torch.empty_like(rows)
-    _launch((rows, added), (norm_of_added, None), (total, rows), multiplier, factor)
-    return total
+    return _sum(Sum(rows, added, norm_of_added, multiplier, factor))
 
 
 def add_and_norm(
@@ -144,8 +151,14 @@ def add_and_norm(
 def sum_and_norm(of: Sum, by: RowNorm) -> tuple[torch.Tensor, torch.Tensor]:
     """A sum, and its norm."""
     total, normed = torch.empty_like(of.rows), torch.empty_like(of.rows)
-    _launch((of.rows, of.added), (of.norm_of_added, by), (total, normed), of.multiplier, of.factor)
+    _launch(of.rows, of, by, (total, normed))
     return total, normed
+
+
+def _sum(of: Sum) -> torch.Tensor:
+    total = torch.empty_like(of.rows)
+    _launch(of.rows, of, None, (total, of.rows))
+    return total
 
 
 def eps_of(module: Any) -> Any:
@@ -167,32 +180,29 @@ def frozen(weight: torch.Tensor) -> nn.Parameter:
 
 
 def _launch(
-    given: tuple[torch.Tensor, torch.Tensor | None],
-    norms: tuple[RowNorm | None, RowNorm | None],
-    results: tuple[torch.Tensor, torch.Tensor],
-    multiplier: float = 1.0,
-    factor: float = 1.0,
+    rows: torch.Tensor, of: Sum | None, by: RowNorm | None, results: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
-    """Of rows and what is added, the norms of what is added and of the sum, and where the two results go.
+    """Of rows, or of a sum with them, that and its norm, each where there is one, to the two results.
 
-    Only the sum's may be centred.
+    Only this norm may be centred.
     """
-    rows, added = given
+    added, beside = (None, None) if of is None else (of.norm_of_added, of.beside)
+    norms = added, *((None, None) if beside is None else beside[1:]), by
     count, width = rows.shape
-    weights = [rows if by is None else by.weight for by in norms]
-    eps = [0.0 if by is None else by.variance_epsilon for by in norms]
     norm_kernel[(count,)](
         rows,
-        rows if added is None else added,
-        *weights,
+        rows if of is None else of.added,
+        rows if beside is None else beside.rows,
+        *(rows if each is None else each.weight for each in norms),
         *results,
-        multiplier,
-        factor,
-        *eps,
-        HAS_ADDED=added is not None,
-        NORMS_ADDED=norms[0] is not None,
-        HAS_NORM=norms[1] is not None,
-        IS_CENTRED=norms[1] is not None and norms[1].is_centred,
+        1.0 if of is None else of.multiplier,
+        1.0 if of is None else of.factor,
+        *(0.0 if each is None else each.variance_epsilon for each in norms),
+        HAS_ADDED=of is not None,
+        NORMS_ADDED=added is not None,
+        HAS_BESIDE=beside is not None,
+        HAS_NORM=by is not None,
+        IS_CENTRED=by is not None and by.is_centred,
         WIDTH=width,
         PADDED=triton.next_power_of_2(width),
         num_warps=warps_for(width),

@@ -18,6 +18,13 @@ def _normed(row, scale, eps, WIDTH):
 
 
 @triton.jit
+def _rounded_norm(row, weight, columns, mask, eps, WIDTH, TYPE: tl.constexpr):
+    """As a norm of its own stores it."""
+    scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    return _normed(row, scale, eps, WIDTH).to(TYPE).to(tl.float32)
+
+
+@triton.jit
 def _centred(row, mask, WIDTH):
     return tl.where(mask, row - tl.sum(row, 0) / WIDTH, 0.0)
 
@@ -26,16 +33,22 @@ def _centred(row, mask, WIDTH):
 def norm_kernel(
     given,
     added,
+    beside,
     added_weight,
+    beside_weight,
+    both_weight,
     weight,
     total,
     normed,
     multiplier,
     factor,
     added_eps,
+    beside_eps,
+    both_eps,
     eps,
     HAS_ADDED: tl.constexpr,
     NORMS_ADDED: tl.constexpr,
+    HAS_BESIDE: tl.constexpr,
     HAS_NORM: tl.constexpr,
     IS_CENTRED: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -45,6 +58,7 @@ def norm_kernel(
 
     With HAS_ADDED it is that of `given` + `multiplier` * `added`, which goes to `total`, rounded as it is
     stored, and again when it is multiplied with `factor`. With NORMS_ADDED what is added is normed before.
+    With HAS_BESIDE that is `added` and `beside`, each normed, and their sum normed anew.
     With IS_CENTRED the mean of `given`, or of that sum, is taken off before it is normed (Ba et al. 2016).
     """
     columns = tl.arange(0, PADDED)
@@ -55,10 +69,14 @@ def norm_kernel(
         scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)  # on its way beside the row
     if HAS_ADDED:
         more = tl.load(added + places, mask=mask, other=0.0).to(tl.float32)
+        TYPE: tl.constexpr = total.dtype.element_ty
         if NORMS_ADDED:
-            added_scale = tl.load(added_weight + columns, mask=mask, other=0.0).to(tl.float32)
-            more = _normed(more, added_scale, added_eps, WIDTH)
-            more = more.to(total.dtype.element_ty).to(tl.float32)  # as by a norm of its own
+            more = _rounded_norm(more, added_weight, columns, mask, added_eps, WIDTH, TYPE)
+        if HAS_BESIDE:
+            others = tl.load(beside + places, mask=mask, other=0.0).to(tl.float32)
+            more += _rounded_norm(others, beside_weight, columns, mask, beside_eps, WIDTH, TYPE)
+            more = more.to(TYPE).to(tl.float32)
+            more = _rounded_norm(more, both_weight, columns, mask, both_eps, WIDTH, TYPE)
         row += more * multiplier
         rounded = row.to(total.dtype.element_ty)
         rounded = (rounded.to(tl.float32) * factor).to(total.dtype.element_ty)
