@@ -19,6 +19,7 @@ from engine.compute.cuda.fused_mlp import ExpertsBeside
 from engine.compute.cuda.fused_parts import fuse_parts
 from engine.compute.cuda.fused_products import OF_ONE_ROW, OF_ROWS, Products
 from engine.compute.cuda.fused_router import equal_router, router_class_of
+from engine.compute.cuda.fused_shared import FusedSharing, equal_sharing
 from engine.compute.cuda.layer_links import link, mlp_of
 from engine.compute.cuda.state_scans import TritonScans
 from engine.compute.cuda.triton_attention import TritonAttention
@@ -66,6 +67,7 @@ def _fuse(loaded: LoadedModel, backend: AttentionBackend, block_size: int) -> li
     layers = 0 if loaded.keeps_state else fuse_layers(loaded, backend, block_size)
     latent = fuse_latent_attentions(loaded, backend, block_size)
     parts = fuse_parts(loaded, block_size)
+    fuse_sharing(loaded, block_size)
     around = fuse_halves(loaded, block_size) if latent else 0  # once their norms and MLPs are fused
     counts = {
         f"{layers} of {len(loaded.layers)} layers fused": layers,
@@ -121,6 +123,14 @@ def fuse_routers(loaded: LoadedModel, block_size: int) -> int:
     Raises whatever a compiler or driver does.
     """
     return _replace(loaded, block_size, router_class_of, equal_router)
+
+
+def fuse_sharing(loaded: LoadedModel, block_size: int) -> int:
+    """Have experts that all rows share add to what others answer: in how many layers they do so alike.
+
+    Raises whatever a compiler or driver does.
+    """
+    return _replace(loaded, block_size, FusedSharing.fits, equal_sharing)
 
 
 @torch.inference_mode()
