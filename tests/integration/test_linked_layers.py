@@ -21,10 +21,10 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from engine.compute.cuda import fused_norms, layer_links  # noqa: E402
+from engine.compute.cuda import layer_links  # noqa: E402
 from engine.compute.cuda.fused_layer import FusedLayer  # noqa: E402
 from engine.compute.cuda.fused_model import fuse_layers  # noqa: E402
-from engine.compute.cuda.fused_norms import Sum, sum_and_norm  # noqa: E402
+from engine.compute.cuda.fused_norms import Sum  # noqa: E402
 from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
 
 pytestmark = [
@@ -83,11 +83,13 @@ def test_a_layer_norms_its_sum_for_the_next_and_no_number_changes(
 def test_a_norm_that_answers_otherwise_in_one_launch_stays_where_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def other(of: Sum, by: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        total, normed = sum_and_norm(of, by)
-        return total, 1.1 * normed
+    right = Sum.computed
 
-    monkeypatch.setattr(fused_norms, "sum_and_norm", other)
+    def other(self: Sum, by: Any = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        total, normed = right(self, by)
+        return total, None if normed is None else 1.1 * normed
+
+    monkeypatch.setattr(Sum, "computed", other)
     _, layers = fused("glm4")
     assert all(layer.next_norm is None for layer in layers)
 
