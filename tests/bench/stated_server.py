@@ -25,7 +25,8 @@ from engine.compute.cuda.graphs.step_graphs import GraphLimits
 from engine.compute.cuda.triton_tables import StepTables
 from engine.compute.cuda.triton_work import Workforce
 from engine.compute.loading.loader import LoadedModel
-from engine.compute.runner.model_runner import ForDrafts
+from engine.compute.recurrent.recurrent_runner import RecurrentRunner
+from engine.compute.runner.model_runner import ForDrafts, ModelRunner
 from engine.compute.sampling.processors import Filters
 from engine.compute.sampling.sampler import Sampler
 from engine.plan.step_records import SamplingInputs, StepInputs, StepResult
@@ -95,10 +96,15 @@ class StatedStep:
 
 
 class StatedRunner:
-    """An AheadRunner around a CudaRunner on the CPU."""
+    """An AheadRunner around a CudaRunner on the CPU, over the parts of `plain`."""
 
-    def __init__(self, runner: CudaRunner, step_s: float, sequence_s: float) -> None:
-        self._runner = runner
+    def __init__(
+        self, plain: ModelRunner | RecurrentRunner, sizes: RunnerSizes, step_s: float, sequence_s: float
+    ) -> None:
+        plain.forward.backend = OfAnyNumbers()
+        max_blocks = -(-plain.forward.loaded.max_model_len // sizes.block_size)
+        limits = GraphLimits(sizes.max_num_seqs, max_blocks, sizes.max_draft_tokens)
+        self._runner = runner = CudaRunner(plain, sizes.max_num_tokens, limits, DoesNothing(), GREEDY)
         self._step_s = step_s
         self._sequence_s = sequence_s
         self._ends_at = 0.0  # the last step
@@ -129,11 +135,7 @@ def serve(milliseconds: str, microseconds: str, *flags: str) -> int:
     ) -> StatedRunner:
         plain = build_runner.make_runner(loaded, sampler, sizes, for_drafts)
         assert not isinstance(plain, CudaRunner)
-        plain.forward.backend = OfAnyNumbers()
-        max_blocks = -(-loaded.max_model_len // sizes.block_size)
-        limits = GraphLimits(sizes.max_num_seqs, max_blocks, sizes.max_draft_tokens)
-        runner = CudaRunner(plain, sizes.max_num_tokens, limits, DoesNothing(), GREEDY)
-        return StatedRunner(runner, float(milliseconds) / 1e3, float(microseconds) / 1e6)
+        return StatedRunner(plain, sizes, float(milliseconds) / 1e3, float(microseconds) / 1e6)
 
     with patch("engine.startup.build.make_runner", make_runner):
         return main(["serve", *flags])
