@@ -16,6 +16,7 @@ from config.units import format_size
 from engine.compute.cuda.layer_choice import with_fast_layers
 from engine.compute.loading.default_sampling import read_default_sampling
 from engine.compute.loading.loader import LoadedModel, choose_device, load_model
+from engine.compute.loading.model_files import first_line
 from engine.compute.loading.model_source import resolve_model
 from engine.compute.loading.support import read_architecture
 from engine.compute.native.drawing import find_row_draw
@@ -24,6 +25,7 @@ from engine.compute.native.scratch import scratch_bytes
 from engine.compute.native.stored import take_weights
 from engine.compute.native.weight_formats import weight_bytes_by_format
 from engine.compute.runner.compute_threads import choose_threads
+from engine.compute.runner.device import is_out_of_memory
 from engine.compute.runner.kept_kv import check_kept_kv, with_kept_kv
 from engine.compute.runner.memory_gauge import gauge_of
 from engine.compute.runner.model_runner import ForDrafts
@@ -58,6 +60,24 @@ from engine.text.tokenizer import Tokenizer
 log = logging.getLogger("slipstream.engine")
 
 
+@contextmanager
+def refused_without_memory() -> Iterator[None]:
+    """Have memory that ends while a model is loaded refuse the start. Raises StartRefused.
+
+    Most of what will be needed is weighed before; others may take memory meanwhile.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise StartRefused(
+            f"Memory has ended while the model was loaded: {first_line(error)}. Lower --kv-cache-memory, "
+            "--gpu-memory-utilization or --max-num-seqs, or leave out what drafts or embeds beside it."
+        ) from error
+
+
+@refused_without_memory()
 def load_parts(settings: Settings, factories: PartFactories = PLAIN_FACTORIES) -> EngineParts:
     """Load the model and size everything around it; on the thread that will run it. Raises StartRefused."""
     use_compute_threads()

@@ -65,6 +65,7 @@ def examine_embeddings(found: Diagnosis, settings: Settings) -> None:
     facts.pooling = () if folder.is_classifier else folder.pooling
 
 
+@build.refused_without_memory()
 def load_embedding_parts(settings: Settings) -> EmbeddingParts | None:
     """Load the embedding model, if there is one; on the thread that will run it. Raises StartRefused."""
     asked = embedding_settings(settings)

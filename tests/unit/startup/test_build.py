@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from config import load_settings
+from engine.errors import StartRefused
 from engine.startup.build import load_parts, use_compute_threads, use_memory_nodes
 from engine.startup.doctor import diagnose
 from tests.support.tiny_models import save_tiny_model
@@ -76,3 +77,33 @@ def test_all_parts_have_the_sizes_that_the_devices_memory_makes(
     assert origins == ["derived", "given", "derived"]
     assert found.cache is not None and found.cache.size_origins == info.size_origins
     assert (found.cache.max_num_seqs, found.cache.kv_block_size) == (96, 64)
+
+
+NO_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    MemoryError(),
+]
+
+
+def start_with(error: Exception, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading the drafters fails so."""
+
+    def load(*_: object) -> tuple[()]:
+        raise error
+
+    monkeypatch.setattr("engine.startup.build.load_sources", load)
+    load_parts(load_settings([str(save_tiny_model("llama", directory)), "--compile", "off"], {}))
+
+
+@pytest.mark.parametrize("error", NO_MEMORY)
+def test_drafters_that_find_no_memory_refuse_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    with pytest.raises(StartRefused, match=r"Memory has ended while .+: .+\. Lower --kv-cache-memory"):
+        start_with(error, tmp_path, monkeypatch)
+
+
+def test_other_faults_of_loading_refuse_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="a defect"):
+        start_with(RuntimeError("a defect"), tmp_path, monkeypatch)
