@@ -48,7 +48,7 @@ from engine.startup.step_sizes import NOTHING_BESIDE, MemoryBeside, numbers_of_t
 
 log = logging.getLogger("slipstream.engine")
 _Told = TypeVar("_Told")
-# Rows are drawn for in groups of some 2^22 logits (`in_groups`), with about as many bytes for each.
+# Rows are drawn for in groups of 2^22 logits (`in_groups`), in about 40 bytes for each.
 _BYTES_OF_A_DRAW = 40 << 22
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from engine.compute.attention.kv_tensors import KvTensors
-from engine.compute.cuda import device_draw
 from engine.compute.drafters import draft_model
 from engine.compute.drafters.draft_model import DraftModelDrafter, DraftSizes
 from engine.compute.loading.loader import LoadedModel
@@ -346,7 +345,7 @@ def test_laws_are_drawn_from_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatc
             return draw(logits, *more)
 
         monkeypatch.setattr(drafter._sampler, "sample_with_probs", watched)
-        monkeypatch.setattr(device_draw, "_GROUP_LOGITS", at_once * VOCAB_SIZE)
+        monkeypatch.setattr("engine.compute.sampling.row_groups.GROUP_LOGITS", at_once * VOCAB_SIZE)
         found = list(drafter.draft([request.job(1) for request in requests]).drafts)
         assert seen == ([3] if at_once > 2 else [2, 1])
         return found

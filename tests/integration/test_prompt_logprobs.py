@@ -102,7 +102,7 @@ def check(loaded: LoadedModel, prompt: list[int], found: tuple[TokenLogprobs, ..
 @pytest.mark.parametrize("family", [*FAMILIES, *PECULIAR_FAMILIES, *REBOUND_FAMILIES])
 def test_every_family_s_own_head_is_used(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Soft caps, logit scales and groups of rows included."""
-    monkeypatch.setattr(prompt_scorer, "_GROUP_LOGITS", 512 * 7)
+    monkeypatch.setattr("engine.compute.sampling.row_groups.GROUP_LOGITS", 512 * 7)
     loaded = load_tiny(family)
     runner = ModelRunner(loaded, 32, 4, Sampler(loaded.vocab_size, loaded.device))
     tokens = PROMPT[:30]
@@ -217,7 +217,9 @@ async def test_a_prompt_whose_logits_are_not_finite_fails_alone(
         return list(real(logits, token_ids, num_top))
 
     monkeypatch.setattr(prompt_scorer, "known_logprobs", spoiled)
-    monkeypatch.setattr(prompt_scorer, "_GROUP_LOGITS", 512 * 48)  # the last of 49 is a group of its own
+    monkeypatch.setattr(
+        "engine.compute.sampling.row_groups.GROUP_LOGITS", 512 * 48
+    )  # the last of 49 is a group of its own
     async with engine_of(model_directory) as engine:
         bad = submit(engine, "bad", PROMPT)
         good = submit(engine, "good", PROMPT[:40], replace(SCORED, prompt_logprobs=None))

@@ -96,7 +96,7 @@ def test_the_tokens_are_the_samplers_over_a_real_vocabulary(dtype: torch.dtype) 
 
 
 def test_rows_that_do_not_fit_into_memory_at_once_are_the_samplers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.compute.cuda.device_draw._GROUP_LOGITS", 3 * VOCAB)
+    monkeypatch.setattr("engine.compute.sampling.row_groups.GROUP_LOGITS", 3 * VOCAB)
     logits = torch.randn(11, VOCAB, generator=torch.Generator().manual_seed(0))
     rows = [Row(top_k=row, top_p=0.8, seed=row) for row in range(11)]
     assert drawn(logits, rows) == sampled(logits, rows)

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import engine.compute.cuda.device_draw
 from engine.compute.cuda.device_draw import DrawColumns, column_words, draw_filtered, draw_plain
 from engine.compute.cuda.device_ints import send
 from engine.compute.cuda.graphs.device_pass import DevicePass, TokenMemory
@@ -148,7 +147,7 @@ def test_all_that_rows_ask_for_is_as_the_sampler_has_it(
     logits, rows, places = step
     expected = Sampler(VOCAB, CPU).sample(logits, inputs_of(rows))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.compute.cuda.device_draw, "_GROUP_LOGITS", group_logits)
+        patch.setattr("engine.compute.sampling.row_groups.GROUP_LOGITS", group_logits)
         same(drawn(logits, rows, places), expected)
 
 

@@ -7,7 +7,7 @@ an equal score falls to the lower id, among filtered tokens to the likelier one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 
 from engine.compute.sampling.noise import gumbel_of, noise_bits, row_keys
 from engine.compute.sampling.processors import Filters, masses, whole_rows
+from engine.compute.sampling.row_groups import in_groups
 from engine.plan.step_records import NO_TOKEN, Int32, Int64, SamplingInputs
 
-# Rows are drawn in groups of about this many logits: a sort has some 50 bytes of temporaries for each.
-_GROUP_LOGITS = 2**22
 _WIDTHS = {"temperature": 1, "log_min_p": 2, "keys": 2, "top_k": 2, "top_p": 2}  # in words of 32 bits
 _PLAIN = ("temperature", "log_min_p", "keys")
 
@@ -175,12 +174,6 @@ def _draw_sorted(logits: torch.Tensor, filters: Filters, keys: torch.Tensor) -> 
     scores = scaled.masked_fill_(~kept, -torch.inf).double() + gumbel_of(noise_bits(keys, token_ids))
     drawn = token_ids.gather(1, scores.argmax(dim=1, keepdim=True))
     return drawn.masked_fill_(~best.isfinite(), NO_TOKEN).squeeze(1)
-
-
-def in_groups(num_rows: int, vocab_size: int) -> Iterator[slice]:
-    """Rows that fit into memory together, at least one."""
-    size = max(1, _GROUP_LOGITS // vocab_size)
-    return (slice(first, first + size) for first in range(0, num_rows, size))
 
 
 def _log(min_p: NDArray[np.float32]) -> NDArray[np.float64]:

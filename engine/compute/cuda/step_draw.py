@@ -17,13 +17,13 @@ from engine.compute.cuda.device_draw import (
     FilteredDraw,
     column_words,
     filtered_rows,
-    in_groups,
 )
 from engine.compute.cuda.device_ints import Array, send
 from engine.compute.cuda.graphs.device_pass import DevicePass, TokenMemory
 from engine.compute.cuda.graphs.launched import NOTHING_LEFT_HERE, DrawnTokens, ScoredRows
 from engine.compute.sampling.adjustments import adjust, lay_out
 from engine.compute.sampling.logprobs import RowScores, score
+from engine.compute.sampling.row_groups import in_groups
 from engine.compute.sampling.sampler import select_rows
 from engine.plan.step_records import NO_TOKEN, Int64, LogitAdjustment, SamplingInputs
 

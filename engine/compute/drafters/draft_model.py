@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.compute.cuda.device_draw import in_groups
 from engine.compute.drafters.draft_chain import ChainRunner, draw_chains
 from engine.compute.drafters.draft_kv import DraftKv
 from engine.compute.drafters.draft_lanes import DraftLane, DraftLanes
@@ -29,6 +28,7 @@ from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.device import in_stream
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.packed_forward import PackedForward
+from engine.compute.sampling.row_groups import in_groups
 from engine.compute.sampling.sampler import Sampler, select_rows
 from engine.plan.scheduling.sampling_table import history_of
 from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult

@@ -8,7 +8,6 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from engine.compute.cuda.device_draw import in_groups
 from engine.compute.drafters.eagle_kv import Span, last_rows
 from engine.compute.drafters.eagle_round import (
     FAR_BEHIND,
@@ -21,6 +20,7 @@ from engine.compute.drafters.eagle_round import (
 )
 from engine.compute.sampling.noise import gumbel_of, noise_bits
 from engine.compute.sampling.processors import Filters, process_logits
+from engine.compute.sampling.row_groups import in_groups
 
 
 class DraftLayer(Protocol):

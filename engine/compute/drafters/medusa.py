@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.compute.cuda.device_draw import in_groups
 from engine.compute.drafters.draft_tree import DraftTree
 from engine.compute.drafters.medusa_heads import (
     CONFIG_FILE,
@@ -24,6 +23,7 @@ from engine.compute.drafters.medusa_published import check_published, is_publish
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.loading.model_files import read_json
 from engine.compute.sampling.noise import gumbel
+from engine.compute.sampling.row_groups import in_groups
 from engine.errors import StartRefused
 from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult, TargetFeatures
 from engine.plan.speculation.speculation_config import Verification

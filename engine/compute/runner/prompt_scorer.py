@@ -15,12 +15,10 @@ from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.device import is_out_of_memory
 from engine.compute.runner.layer_taps import base_name
 from engine.compute.sampling.logprobs import known_logprobs
+from engine.compute.sampling.row_groups import in_groups
 from engine.plan.step_records import PromptRows, TokenLogprobs
 
 log = logging.getLogger("slipstream.engine")
-
-# Rows are worked on in groups of about this many logits: some 20 bytes of temporaries for each.
-_GROUP_LOGITS = 2**22
 
 
 class PromptScorer:
@@ -36,7 +34,7 @@ class PromptScorer:
         self._device = loaded.device
         self._name = base_name(loaded.model)
         self._base = getattr(loaded.model, self._name)
-        self._group_size = max(1, _GROUP_LOGITS // loaded.vocab_size)
+        self._vocab_size = loaded.vocab_size
 
     @contextmanager
     def watching(self, rows: PromptRows | None) -> Iterator[list[Any]]:
@@ -70,8 +68,7 @@ class PromptScorer:
     def _records(self, rows: PromptRows, output: Any) -> tuple[TokenLogprobs | None, ...]:
         hidden = output.last_hidden_state[0]  # [N, hidden]
         records: list[TokenLogprobs | None] = []
-        for first in range(0, len(rows.rows), self._group_size):
-            group = slice(first, first + self._group_size)
+        for group in in_groups(len(rows.rows), self._vocab_size):
             places = torch.from_numpy(rows.rows[group]).to(hidden.device)
             logits = self._logits(replace(output, last_hidden_state=hidden.index_select(0, places)[None]))
             records += known_logprobs(logits, rows.token_ids[group], rows.num_top[group])

@@ -9,10 +9,8 @@ import numpy as np
 import torch
 
 from engine.compute.sampling.processors import compact
+from engine.compute.sampling.row_groups import in_groups
 from engine.plan.step_records import Int32, Int64, TokenLogprobs
-
-# Rows are worked on in groups of about this many logits, as where they are drawn.
-_GROUP_LOGITS = 2**22
 
 
 def logprob_records(
@@ -27,9 +25,8 @@ def logprob_records(
         return None
     records: list[TokenLogprobs | None] = [None] * len(token_ids)
     asking = np.flatnonzero((num_logprobs >= 0) & (source >= 0))
-    size = max(1, _GROUP_LOGITS // logits.shape[1])
-    for first in range(0, len(asking), size):
-        group = asking[first : first + size]
+    for places in in_groups(len(asking), logits.shape[1]):
+        group = asking[places]
         rows = logits[torch.from_numpy(source[group]).to(logits.device)].float()
         found = raw_logprobs(rows, [token_ids[row] for row in group], num_logprobs[group].tolist())
         for row, record in zip(group.tolist(), found, strict=True):

@@ -22,13 +22,12 @@ from engine.compute.sampling.noise import (
     uniforms,
 )
 from engine.compute.sampling.processors import Filters, Support, compact, process_logits, whole_rows
+from engine.compute.sampling.row_groups import in_groups
 from engine.plan.step_records import NO_TOKEN, Int64, SampledRows, SamplingInputs
 
 Rows = NDArray[np.intp]
 
-# Rows are worked on in groups of about this many logits: some 40 bytes of temporaries for each. A small
-# vocabulary counts as this large, for its rows need histograms too.
-_GROUP_LOGITS = 2**22
+# A small vocabulary counts as this large where rows are put in groups, for they need histograms too.
 _MIN_ROW_LOGITS = 4096
 # Far above float32's rounding of a gap over a temperature, far below what costs time.
 _PRUNE_SLACK = 1e-3
@@ -216,9 +215,8 @@ class Sampler:
 
     def _groups(self, wanted: NDArray[np.bool_]) -> Iterator[Rows]:
         rows = np.flatnonzero(wanted)
-        size = max(1, _GROUP_LOGITS // max(_MIN_ROW_LOGITS, self._vocab_size))
-        for first in range(0, len(rows), size):
-            yield rows[first : first + size]
+        for group in in_groups(len(rows), max(_MIN_ROW_LOGITS, self._vocab_size)):
+            yield rows[group]
 
 
 class _Step:

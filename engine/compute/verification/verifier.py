@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.compute.sampling import row_groups
 from engine.compute.sampling.noise import Stream, row_keys, uniforms
+from engine.compute.sampling.row_groups import in_groups
 from engine.compute.sampling.sampler import Sampler, draw_tokens, select_rows
 from engine.compute.verification.draft_rows import DraftRows
 from engine.compute.verification.rejection_rules import (
@@ -33,9 +35,6 @@ from engine.compute.verification.verified import (
 )
 from engine.plan.speculation.speculation_config import Verification
 from engine.plan.step_records import NO_TOKEN, DraftInputs, Int64, SamplingInputs
-
-# Sequences are judged in groups of about this many probabilities: some 40 bytes of temporaries for each.
-_GROUP_PROBS = 2**22
 
 
 class Verifier(Protocol):
@@ -115,9 +114,8 @@ class RejectionVerifier:
             return Draws.of(self._sampler.sample(logits, without_logprobs(sampling)))
         token_ids = np.full(len(logits), NO_TOKEN, np.int64)
         errors: dict[int, str] = {}
-        size = max(1, _GROUP_PROBS // logits.shape[1])
-        for first in range(0, len(others), size):
-            rows = others[first : first + size]
+        for group in in_groups(len(others), logits.shape[1]):
+            rows = others[group]
             some = logits.index_select(0, torch.from_numpy(rows).to(logits.device))
             draws = Draws.of(self._sampler.sample(some, without_logprobs(select_rows(sampling, rows))))
             token_ids[rows] = draws.token_ids
@@ -173,5 +171,5 @@ def _groups(drafts: DraftRows, sequences: NDArray[np.intp], vocab_size: int) -> 
     if not len(sequences):
         return
     sizes = (drafts.num_drafts[sequences] + 1) * vocab_size
-    group = (np.cumsum(sizes) - 1) // _GROUP_PROBS
+    group = (np.cumsum(sizes) - 1) // row_groups.GROUP_LOGITS
     yield from np.split(sequences, np.flatnonzero(np.diff(group)) + 1)

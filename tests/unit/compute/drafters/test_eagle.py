@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.compute.cuda import device_draw
 from engine.compute.drafters import eagle, eagle_loader, layer_chains
 from engine.compute.drafters.eagle import EagleDrafter, plant
 from engine.compute.drafters.eagle_layer import CONFIG_FILE, WEIGHTS_FILE
@@ -297,7 +296,7 @@ def test_few_sequences_are_drawn_for_at_a_time(
         return process_logits(logits, filters)
 
     monkeypatch.setattr(layer_chains, "process_logits", watched)
-    monkeypatch.setattr(device_draw, "_GROUP_LOGITS", 1)
+    monkeypatch.setattr("engine.compute.sampling.row_groups.GROUP_LOGITS", 1)
     assert load_eagle_drafter(directory, target, ROOM).draft(jobs).drafts == whole
     assert len(seen) >= 3 and set(seen) == {1} and all(draft.token_ids for draft in whole)
 

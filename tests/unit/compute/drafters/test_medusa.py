@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from engine.compute.cuda import device_draw
 from engine.compute.drafters import medusa
 from engine.compute.drafters.draft_tree import DraftTree
 from engine.compute.drafters.medusa import MedusaDrafter, as_tensor, couple
@@ -164,7 +163,7 @@ def test_scores_are_worked_on_a_few_sequences_at_a_time(
         return couple(logits, *more)
 
     monkeypatch.setattr(medusa, "couple", watched)
-    monkeypatch.setattr(device_draw, "_GROUP_LOGITS", 2 * 3 * len(heads.token_ids))
+    monkeypatch.setattr("engine.compute.sampling.row_groups.GROUP_LOGITS", 2 * 3 * len(heads.token_ids))
     assert list(draft(heads, *jobs)) == list(whole)
     assert seen == [2, 2, 1]
 

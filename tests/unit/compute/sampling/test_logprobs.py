@@ -67,7 +67,7 @@ def test_few_rows_are_scored_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return raw_logprobs(some, token_ids, num_top)
 
     monkeypatch.setattr(logprobs, "raw_logprobs", watched)
-    monkeypatch.setattr(logprobs, "_GROUP_LOGITS", 4 * 40)
+    monkeypatch.setattr("engine.compute.sampling.row_groups.GROUP_LOGITS", 4 * 40)
     assert run(logits, rows).logprobs == whole and seen == [4, 2]
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from engine.compute.sampling import sampler as sampler_module
 from engine.compute.sampling.adjustments import apply_adjustments
 from engine.compute.sampling.sampler import Sampler
 from tests.support.sampling_reference import CPU, Row, adjusted, counted, dense_draw, inputs_of, sample
@@ -85,7 +84,7 @@ def test_a_row_is_the_same_alone_and_in_any_order_of_a_batch(dtype: torch.dtype)
 def test_groups_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, logits = mixed_rows(), logits_of(16)
     whole = sample(logits, rows)
-    monkeypatch.setattr(sampler_module, "_GROUP_LOGITS", 2 * 4096)
+    monkeypatch.setattr("engine.compute.sampling.row_groups.GROUP_LOGITS", 2 * 4096)
     assert sample(logits, rows) == whole
 
 

@@ -248,7 +248,7 @@ def test_groups_of_sequences_change_nothing(
         drawn.append(len(logits))
         return sample(self, logits, inputs)
 
-    monkeypatch.setattr("engine.compute.verification.verifier._GROUP_PROBS", 7 * VOCAB)
+    monkeypatch.setattr("engine.compute.sampling.row_groups.GROUP_LOGITS", 7 * VOCAB)
     monkeypatch.setattr(Sampler, "sample", watched)
     parts = verify(verification, logits, rows, drafts)
     assert whole.rows == parts.rows and len(set(whole.rows.token_ids)) > 5
