@@ -39,13 +39,9 @@ from engine.compute.cuda.coded_linear import (  # noqa: E402
 from engine.compute.cuda.fused_layer import FusedLayer  # noqa: E402
 from engine.compute.cuda.fused_model import fuse_layers  # noqa: E402
 from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
-from tests.support.interpreter import with_even_products  # noqa: E402
+from tests.support.interpreter import INTERPRETED, with_even_products  # noqa: E402
 
-pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning", "ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # Triton 3.6, numpy 2.3
-]
+pytestmark = INTERPRETED
 
 
 @pytest.fixture(autouse=True)

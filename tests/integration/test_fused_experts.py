@@ -43,14 +43,9 @@ from engine.compute.cuda.fused_model import (  # noqa: E402
 )
 from engine.compute.cuda.state_scans import TritonScans  # noqa: E402
 from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
-from tests.support.interpreter import with_all_numbers  # noqa: E402
+from tests.support.interpreter import WITH_GATES, with_all_numbers  # noqa: E402
 
-pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning", "ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),  # a device's is infinite
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # Triton 3.6, numpy 2.3
-]
+pytestmark = WITH_GATES
 
 # Each with the layers that have experts, and those of all that are fused.
 FAMILIES = {

@@ -36,14 +36,9 @@ from engine.compute.cuda.fused_latent import fuse_latent_attentions  # noqa: E40
 from engine.compute.cuda.fused_model import fuse_experts, fuse_routers, fuse_sharing, with_fused_layers  # noqa: E402
 from engine.compute.cuda.fused_parts import fuse_parts  # noqa: E402
 from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
-from tests.support.interpreter import with_all_numbers  # noqa: E402
+from tests.support.interpreter import WITH_GATES, with_all_numbers  # noqa: E402
 
-pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning", "ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # Triton 3.6, numpy 2.3
-]
+pytestmark = WITH_GATES
 
 BLOCK_SIZE = 4
 MODELS = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "MiniCPM3", "Youtu")

@@ -48,14 +48,9 @@ from engine.compute.cuda.row_products import (  # noqa: E402
 from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
 from engine.compute.cuda.triton_tables import Bucket, StepTables  # noqa: E402
 from engine.compute.cuda.triton_work import HeadShape  # noqa: E402
-from tests.support.interpreter import with_all_numbers  # noqa: E402
+from tests.support.interpreter import WITH_GATES, with_all_numbers  # noqa: E402
 
-pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning", "ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),  # of a gate far from 0
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # Triton 3.6, numpy 2.3
-]
+pytestmark = WITH_GATES
 
 # How many launches a layer takes for two decodes, but for merging, of which there is none where it has a
 # window; and how many transformers' own takes at least, around its experts where these take its MLP's place.

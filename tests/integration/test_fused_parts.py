@@ -30,13 +30,9 @@ from engine.compute.cuda import fused_norms, fused_parts, fused_products, state_
 from engine.compute.cuda.fused_norms import FusedGatedNorm, FusedNorm  # noqa: E402
 from engine.compute.cuda.fused_parts import FusedMlp, fuse_parts  # noqa: E402
 from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
-from tests.support.interpreter import with_all_numbers  # noqa: E402
+from tests.support.interpreter import INTERPRETED, with_all_numbers  # noqa: E402
 
-pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning", "ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # Triton 3.6, numpy 2.3
-]
+pytestmark = INTERPRETED
 
 # Each with its norms, gated norms and MLPs.
 FAMILIES = {

@@ -30,14 +30,9 @@ from engine.compute.cuda import fused_router  # noqa: E402
 from engine.compute.cuda.expert_layout import Choice  # noqa: E402
 from engine.compute.cuda.fused_model import fuse_routers  # noqa: E402
 from engine.compute.cuda.fused_router import FusedRouter, choose, equal_router  # noqa: E402
-from tests.support.interpreter import with_all_numbers  # noqa: E402
+from tests.support.interpreter import WITH_GATES, with_all_numbers  # noqa: E402
 
-pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning", "ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # Triton 3.6, numpy 2.3
-]
+pytestmark = WITH_GATES
 
 HIDDEN = 64
 GROUPED = Choice(48, 5, by_sigmoid=True, num_groups=6, kept_groups=2, least=1e-20, factor=2.5)

@@ -15,13 +15,9 @@ if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
 from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
-from tests.support.interpreter import with_all_numbers  # noqa: E402
+from tests.support.interpreter import INTERPRETED, with_all_numbers  # noqa: E402
 
-pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning", "ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # Triton 3.6, numpy 2.3
-]
+pytestmark = INTERPRETED
 
 BLOCK_SIZE = 4
 BYTES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

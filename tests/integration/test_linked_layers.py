@@ -26,13 +26,9 @@ from engine.compute.cuda.fused_layer import FusedLayer  # noqa: E402
 from engine.compute.cuda.fused_model import fuse_layers  # noqa: E402
 from engine.compute.cuda.fused_norms import Sum  # noqa: E402
 from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
+from tests.support.interpreter import WITH_GATES  # noqa: E402
 
-pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning", "ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),  # of a gate far from 0
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # Triton 3.6, numpy 2.3
-]
+pytestmark = WITH_GATES
 
 # Whether a layer ends in a sum that is normed next, or in a product that adds, or nothing is normed next.
 FAMILIES = {"glm4": True, "gemma3": True, "gemma4": True, "mixtral": True, "llama": False, "olmo2": False}

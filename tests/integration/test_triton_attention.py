@@ -37,14 +37,9 @@ from engine.compute.cuda import triton_attention  # noqa: E402
 from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
 from engine.compute.cuda.triton_tables import Bucket, StepTables  # noqa: E402
 from engine.compute.cuda.triton_work import HeadShape  # noqa: E402
-from tests.support.interpreter import with_all_numbers  # noqa: E402
+from tests.support.interpreter import INTERPRETED, with_all_numbers  # noqa: E402
 
-pytestmark = [
-    pytest.mark.triton,
-    # What numpy remarks where a GPU is silent: rows of padding end as 0 / 0, and are not stored.
-    pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning", "ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # Triton 3.6, numpy 2.3
-]
+pytestmark = INTERPRETED
 
 CPU = torch.device("cpu")
 LATENT = LayerKv(1, 20, 16, value_in_key=True)

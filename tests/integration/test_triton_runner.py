@@ -29,15 +29,9 @@ if not triton.knobs.runtime.interpret:
 from engine.compute.cuda.fused_model import fuse_layers  # noqa: E402
 from engine.compute.cuda.state_scans import TritonScans  # noqa: E402
 from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
-from tests.support.interpreter import with_all_numbers  # noqa: E402
+from tests.support.interpreter import WITH_GATES, with_all_numbers  # noqa: E402
 
-pytestmark = [
-    pytest.mark.triton,
-    # What numpy remarks where a GPU is silent: rows of padding end as 0 / 0, and mean nothing.
-    pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning", "ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),  # of a gate far from 0
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # Triton 3.6, numpy 2.3
-]
+pytestmark = WITH_GATES
 
 BLOCK_SIZE = 4
 TOKENS = random_tokens(np.random.default_rng(7), 80)
