@@ -193,21 +193,20 @@ class FusedLayer(nn.Module):
     @property
     def ends_in_sum(self) -> bool:
         """Whether its answer can be normed in the launch that it is computed by."""
-        return self.layer_input is not None or not self._is_added_by_product(self.scalar)
+        return self.layer_input is not None or self._mlp_that_adds(self.scalar) is None
 
-    def _is_added_by_product(self, factor: float) -> bool:
-        return (
-            isinstance(self.mlp, JoinedMlp)
-            and self.mlp_norm is None
-            and factor == 1.0
-            and (self.multiplier == 1.0 or self.is_plain)
-        )
+    def _mlp_that_adds(self, factor: float) -> JoinedMlp | None:
+        """Its MLP, where that one's last product adds what it answers."""
+        if not isinstance(self.mlp, JoinedMlp) or self.mlp_norm is not None or factor != 1.0:
+            return None
+        return self.mlp if self.multiplier == 1.0 or self.is_plain else None
 
     def _transformed(
         self, normed: torch.Tensor, total: torch.Tensor, products: Products, factor: float
     ) -> torch.Tensor | Sum:
-        if isinstance(self.mlp, JoinedMlp) and self._is_added_by_product(factor):
-            return self.mlp.added(normed, total, products, self.multiplier)
+        mlp = self._mlp_that_adds(factor)
+        if mlp is not None:
+            return mlp.added(normed, total, products, self.multiplier)
         answer = self.mlp.computed(normed, products)
         if self.beside is not None:
             assert self.mlp_norm is not None, "it is one of the norms of a layer that has experts there"
