@@ -68,8 +68,8 @@ class RequestStream:
     the end, which is an error even if the request had ended well by then.
 
     With `scores_only` the one token that is put is the last of the prompt, see `Request`: only its
-    log-probability is given. `wake` ends the reader's wait for a token, at once
-    or in its turn; the end is told at once.
+    log-probability is given. `wake` ends the reader's wait for a token, at once or in its turn; the end is
+    told at once.
     """
 
     request_id: str
