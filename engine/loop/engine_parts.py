@@ -54,6 +54,7 @@ class EngineInfo:
     weight_bytes: Mapping[str, int] = field(default_factory=dict)  # by format, most first
     max_num_seqs: int = 0  # seats
     max_num_batched_tokens: int = 0  # of one step
+    max_logits_rows: int = 0  # that one step draws from
     size_origins: Mapping[str, str] = field(default_factory=dict)  # of seats, tokens, blocks: where from
 
 

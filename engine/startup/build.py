@@ -188,6 +188,7 @@ def put_together(
         weight_bytes=weight_bytes_by_format(loaded.model),
         max_num_seqs=step.max_num_seqs,
         max_num_batched_tokens=step.max_num_batched_tokens,
+        max_logits_rows=step.max_logits_rows,
         size_origins=step.origins,
     )
     with refused_where_memory_ends(settings):
@@ -339,6 +340,7 @@ def make_batcher(
         max_prefill_tokens=scheduler.max_prefill_tokens or info.max_num_batched_tokens,
         max_decode_seqs=scheduler.max_decode_seqs or info.max_num_seqs,
         max_model_len=info.max_model_len,
+        max_logits_rows=info.max_logits_rows,
         prefix_caching=settings.cache.prefix_caching and (not kv.keeps_state or kv.snapshots.num_slots > 0),
         preemption=scheduler.preemption,
         kv_block_bytes=info.kv_bytes // info.num_kv_blocks,

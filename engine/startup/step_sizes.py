@@ -24,6 +24,8 @@ _FEW_SEATS: Final = (1, 2, 4, 8, 16, 24)  # where the states of more do not fit
 _GPU_TOKENS: Final = (2048, 4096, 8192)
 _WORK_SHARE: Final = 32  # one part in so many of a GPU's memory is what a step's tokens may be computed in
 _SENSIBLE_LEN: Final = 1024  # tokens of a sequence, prompt and output together
+_LOGITS_BYTES: Final = 512 << 20  # of a step's logits, as the model gives them
+_LEAST_ROWS: Final = 2  # of logits for each seat: its last token's, and a draft's
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,10 @@ class StepSizes:
       sequences leaves less. More would be preempted before they end; beyond 256 a step grows as much as its
       sequences do. Each seat of a recurrent model has its state from the start: where memory is short of
       these in the end, there are fewer seats.
+    - Rows of logits are as many as 512 MiB hold, or two for each seat if that is more; on a CPU, too, and no
+      setting says otherwise. Each draft that is verified has one: a row for each token of a step would take
+      gigabytes. A pass over more than some hundreds is bound by arithmetic, so that drafts hardly pay there.
+      Of a vocabulary of 128,256 tokens in bfloat16 these are 2,092 rows, of 49,152 tokens 5,461.
 
     By the whole of the device's memory, not by what is free: the same flags make the same sizes each start.
     """
@@ -51,6 +57,7 @@ class StepSizes:
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_block_size: int
+    max_logits_rows: int
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def with_fewer_tokens(self) -> StepSizes | None:
@@ -145,15 +152,15 @@ def step_sizes(settings: Settings, needs: ModelNeeds, gpu_bytes: int | None) -> 
 
     Raises StartRefused where a part of a step that was given is larger than what was derived.
     """
-    sizes = _on_cpu(settings) if gpu_bytes is None else _on_gpu(settings, needs, gpu_bytes)
+    sizes = _on_cpu(settings, needs) if gpu_bytes is None else _on_gpu(settings, needs, gpu_bytes)
     scheduler = settings.scheduler
     _refuse_above("--max-prefill-tokens", scheduler.max_prefill_tokens, sizes, "max_num_batched_tokens")
     _refuse_above("--max-decode-seqs", scheduler.max_decode_seqs, sizes, "max_num_seqs")
     return sizes
 
 
-def _on_cpu(settings: Settings) -> StepSizes:
-    return _with_given(settings, StepSizes(CPU_SEATS, CPU_TOKENS, CPU_BLOCK_SIZE), {})
+def _on_cpu(settings: Settings, needs: ModelNeeds) -> StepSizes:
+    return _with_given(settings, needs, (CPU_SEATS, CPU_TOKENS, CPU_BLOCK_SIZE), {})
 
 
 def _on_gpu(settings: Settings, needs: ModelNeeds, gpu_bytes: int) -> StepSizes:
@@ -177,7 +184,7 @@ def _on_gpu(settings: Settings, needs: ModelNeeds, gpu_bytes: int) -> StepSizes:
         "max_num_batched_tokens": f"{whole}, {rough_size(num_tokens * needs.work_of_token)} to compute in",
         "kv_block_size": "derived: a GPU",
     }
-    return _with_given(settings, StepSizes(seats, num_tokens, block_size), reasons)
+    return _with_given(settings, needs, (seats, num_tokens, block_size), reasons)
 
 
 def _kv_bytes(settings: Settings, needs: ModelNeeds, gpu_bytes: int, block_size: int) -> int:
@@ -204,16 +211,21 @@ def _kept_bytes(settings: Settings, needs: ModelNeeds, room: TargetRoom) -> int:
     return 0 if is_kv_given(settings) else needs.beside.kept_bytes(room)
 
 
-def _with_given(settings: Settings, derived: StepSizes, reasons: Mapping[str, str]) -> StepSizes:
+def _with_given(
+    settings: Settings, needs: ModelNeeds, derived: tuple[int, int, int], reasons: Mapping[str, str]
+) -> StepSizes:
+    """The sizes that are given, in place of the `derived` seats, tokens and block size."""
     given = {
         "max_num_seqs": settings.scheduler.max_num_seqs,
         "max_num_batched_tokens": settings.scheduler.max_num_batched_tokens,
         "kv_block_size": settings.cache.kv_block_size,
     }
+    seats, num_tokens, block_size = (value or own for value, own in zip(given.values(), derived, strict=True))
     return StepSizes(
-        max_num_seqs=given["max_num_seqs"] or derived.max_num_seqs,
-        max_num_batched_tokens=given["max_num_batched_tokens"] or derived.max_num_batched_tokens,
-        kv_block_size=given["kv_block_size"] or derived.kv_block_size,
+        max_num_seqs=seats,
+        max_num_batched_tokens=num_tokens,
+        kv_block_size=block_size,
+        max_logits_rows=max(_LEAST_ROWS * seats, _LOGITS_BYTES // max(1, needs.given_of_row)),
         origins={
             name: reasons.get(name, "default") if value is None else "given" for name, value in given.items()
         },

@@ -73,6 +73,7 @@ class SampleGenerator:
             max_prefill_tokens=_MAX_BATCHED_TOKENS,
             max_decode_seqs=batch_size,
             max_model_len=longest,
+            max_logits_rows=batch_size,
         )
         self._batcher = ContinuousBatcher(config, kv, make_policy("fcfs", 0.0))
         sampler = Sampler(target.vocab_size, target.device, row_draw)

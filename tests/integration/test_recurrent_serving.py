@@ -202,6 +202,7 @@ def test_a_step_that_ran_out_of_memory_is_tried_again_from_the_first_tokens(fami
         max_prefill_tokens=16,
         max_decode_seqs=4,
         max_model_len=64,
+        max_logits_rows=16,
     )
     kv = PagedKvManager(64, 4, 4, 16, rewindable=Rewindable.DRAFTS)
     batcher = ContinuousBatcher(config, kv, make_policy("fcfs", 0.0))

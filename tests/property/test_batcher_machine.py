@@ -72,6 +72,7 @@ class BatcherMachine(RuleBasedStateMachine):
         tokens=st.sampled_from([1, 2, 3, 5, 8, 64]),
         prefill=st.sampled_from([1, 4, 64]),
         decodes=st.integers(1, 6),
+        spare_rows=st.sampled_from([0, 1, 2, 5, 64]),
         policy=st.sampled_from(["fcfs", "priority", "aging", "sjf", "deadline", "orca", "fair"]),
         prefix_caching=st.booleans(),
         preemption=st.sampled_from(["recompute", "swap", "auto"]),
@@ -86,6 +87,7 @@ class BatcherMachine(RuleBasedStateMachine):
         tokens: int,
         prefill: int,
         decodes: int,
+        spare_rows: int,
         policy: str,
         prefix_caching: bool,
         preemption: str,
@@ -99,6 +101,7 @@ class BatcherMachine(RuleBasedStateMachine):
             max_num_batched_tokens=tokens,
             max_prefill_tokens=min(prefill, tokens),
             max_decode_seqs=min(decodes, seats),
+            max_logits_rows=seats + spare_rows,
             max_model_len=MAX_MODEL_LEN,
             policy="priority" if policy == "aging" else policy,
             aging_s=2.0 if policy == "aging" else 0.0,
@@ -282,6 +285,8 @@ class BatcherMachine(RuleBasedStateMachine):
         assert decision.num_tokens <= config.max_num_batched_tokens
         assert decision.num_prefill_tokens <= config.max_prefill_tokens
         assert decision.num_decode_tokens <= config.max_decode_seqs
+        if decision.inputs is not None:
+            assert len(decision.inputs.logits_rows) <= config.max_logits_rows
         lengths = [entry.num_tokens for entry in decision.scheduled]
         assert lengths == [1] * lengths.count(1) + [length for length in lengths if length > 1]
         assert len({entry.request_id for entry in decision.scheduled}) == len(lengths)

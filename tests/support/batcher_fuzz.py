@@ -124,6 +124,7 @@ class Draw(random.Random):
             "max_num_seqs": seats,
             "max_num_batched_tokens": tokens,
             "max_prefill_tokens": min(tokens, self.choice((2, 64))),
+            "max_logits_rows": seats + tokens // 4,
             "max_decode_seqs": self.randint(1, seats) if self.random() < 0.3 else seats,
             "policy": self.choice(POLICIES),
             "aging_s": self.choice((0.0, 2.0)),
@@ -403,13 +404,15 @@ class Run:
         if running:
             oldest = min(running, key=lambda request: request.arrival)
             assert oldest.request_id not in decision.preempted, "the oldest gave way"
-        limit = self.scenario.limits["max_num_batched_tokens"]
-        assert decision.num_tokens == sum(entry.num_tokens for entry in decision.scheduled) <= limit
+        limits = self.scenario.limits
+        num_tokens = sum(entry.num_tokens for entry in decision.scheduled)
+        assert decision.num_tokens == num_tokens <= limits["max_num_batched_tokens"]
         if decision.inputs is None:
             assert not (had_work and self.last_was_empty), "two steps without progress"
             self.last_was_empty = had_work
             return
         self.last_was_empty = False
+        assert len(decision.inputs.logits_rows) <= limits["max_logits_rows"]
         self._take_off(decision, decision.inputs)
 
     def _step_ahead(self) -> None:

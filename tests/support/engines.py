@@ -105,6 +105,7 @@ def make_parts(
         max_prefill_tokens=shape.max_num_batched_tokens,
         max_decode_seqs=shape.max_num_seqs,
         max_model_len=shape.max_model_len,
+        max_logits_rows=max(shape.max_num_seqs, shape.max_num_batched_tokens),
         prefix_caching=shape.prefix_caching,
         preemption=shape.preemption,
         max_preemptions=shape.max_preemptions,

@@ -81,6 +81,7 @@ def make_batcher(
     max_num_batched_tokens: int = 64,
     max_prefill_tokens: int | None = None,
     max_decode_seqs: int | None = None,
+    max_logits_rows: int | None = None,
     max_model_len: int = 64,
     policy: str = "fcfs",
     aging_s: float = 0.0,
@@ -99,6 +100,7 @@ def make_batcher(
         max_prefill_tokens=max_prefill_tokens or max_num_batched_tokens,
         max_decode_seqs=max_decode_seqs or max_num_seqs,
         max_model_len=max_model_len,
+        max_logits_rows=max_logits_rows or max(max_num_seqs, max_num_batched_tokens),
         **further,
     )
     kv = make_kv(

@@ -264,7 +264,7 @@ class ContinuousBatcher:
         if items is None:
             return None
         moves = self.running.block_moves_ahead(items)
-        return self._decide(items, moves, TokenBudget(0, 0, num_decode_tokens=len(items)))
+        return self._decide(items, moves, TokenBudget(0, 0, 0, num_decode_tokens=len(items)))
 
     def sampling_ahead(self, decision: BatchDecision) -> SamplingInputs:
         """What a step ahead that is drawn later draws by, once the step before it is committed."""

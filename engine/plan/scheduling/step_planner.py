@@ -26,13 +26,17 @@ _LEAST_CHUNK = 64  # tokens; smaller ones would pay for a whole step each
 
 @dataclass(frozen=True, slots=True)
 class BatchConfig:
-    """The limits of a step and of a sequence, each at least 1, `max_preemptions` 0; else StartRefused."""
+    """The limits of a step and of a sequence; StartRefused where one is too small.
+
+    Each is at least 1, but `max_preemptions` 0 and `max_logits_rows` a row for each of `max_num_seqs`.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int  # if fewer than `max_num_seqs`, requests take turns
     max_prefill_tokens: int
     max_decode_seqs: int
     max_model_len: int
+    max_logits_rows: int  # that a step draws from: the last ones of sequences, and those of drafts
     prefix_caching: bool = False
     preemption: str = "recompute"  # see PreemptionPolicy
     max_preemptions: int = 8
@@ -41,21 +45,23 @@ class BatchConfig:
     gap_limit_s: float | None = None  # that a step should take while requests wait for their next token
 
     def __post_init__(self) -> None:
+        others = {"max_preemptions": 0, "max_logits_rows": self.max_num_seqs}
         for limit in fields(self):
-            value = getattr(self, limit.name)
-            least = 0 if limit.name == "max_preemptions" else 1
+            value, least = getattr(self, limit.name), others.get(limit.name, 1)
             if limit.name.startswith("max_") and value < least:
                 raise StartRefused(f"{limit.name.replace('_', '-')} is {value}: it must be at least {least}")
 
 
 @dataclass(slots=True)
 class TokenBudget:
-    """What one step may compute, in all and of prompts, and what has been taken of it so far."""
+    """What one step may compute, in all, of prompts and of rows of logits, and what has been taken so far."""
 
     max_tokens: int
     max_prefill: int
+    max_rows: int
     num_decode_tokens: int = 0
     num_prefill_tokens: int = 0
+    num_sampling_chunks: int = 0  # of prefill, that reach their request's last token and draw the next one
     num_draft_tokens: int = 0
 
     @property
@@ -67,6 +73,12 @@ class TokenBudget:
     def prefill_left(self) -> int:
         """Tokens that prefill chunks may still take."""
         return min(self.max_prefill - self.num_prefill_tokens, self.left)
+
+    @property
+    def drafts_left(self) -> int:
+        """Drafts that may still be verified: each takes a token and a row, as what is drawn anyway does."""
+        num_rows = self.num_decode_tokens + self.num_sampling_chunks + self.num_draft_tokens
+        return min(self.left, self.max_rows - num_rows)
 
     def limit_others(self, num_tokens: int) -> None:
         """Let prefill and drafts take at most that many together, beside the decodes taken before."""
@@ -138,19 +150,21 @@ class StepPlanner:
         if (victim := self._to_yield()) is not None:
             self._running.preempt(victim)
             self.requeue([victim])
-        budget = TokenBudget(self._token_limit, self._config.max_prefill_tokens)
+        config = self._config
+        budget = TokenBudget(self._token_limit, config.max_prefill_tokens, config.max_logits_rows)
         decodes: list[Request] = []
         prefills: list[Request] = []
         for request in candidates:
             only_newest = len(request.token_ids) - request.num_computed_tokens == 1
             (decodes if only_newest else prefills).append(request)
-        limit = min(self._config.max_decode_seqs, self._token_limit - self._reserve(prefills, turn))
+        limit = min(config.max_decode_seqs, self._token_limit - self._reserve(prefills, turn))
         decodes = self._choose_decodes(decodes, limit)
         prefills = _still_running(prefills)
         budget.num_decode_tokens = len(decodes)
         if decodes:
             self._keep_gap_short(budget)
         chunks = self._take_chunks(prefills, budget)
+        budget.num_sampling_chunks = sum(item.scheduled.samples for item in chunks)
         verified = self._take_drafts(decodes, budget)
         drafted = {item.scheduled.request_id for item in verified}
         plain = [next_tokens(request) for request in decodes if request.request_id not in drafted]
@@ -314,7 +328,7 @@ class StepPlanner:
             num_seqs=len(decodes),
             num_tokens=budget.num_decode_tokens + budget.num_prefill_tokens,
             num_prefill_tokens=budget.num_prefill_tokens,
-            max_draft_tokens=budget.left,
+            max_draft_tokens=budget.drafts_left,
             draft_s=self._decoder.gain.waited_s,
         )
         verified: list[ScheduledItem] = []

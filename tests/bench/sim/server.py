@@ -52,6 +52,7 @@ class Server:
             max_prefill_tokens=self.max_num_batched_tokens,
             max_decode_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
+            max_logits_rows=max(self.max_num_seqs, self.max_num_batched_tokens),
             prefix_caching=self.prefix_caching,
         )
         blocks_per_seq = -(-self.max_model_len // self.block_size)

@@ -71,6 +71,7 @@ def test_all_parts_have_the_sizes_that_the_devices_memory_makes(
     assert (info.max_num_seqs, info.max_num_batched_tokens, info.kv_block_size) == (96, 512, 64)
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (96, 512)
     assert (config.max_decode_seqs, config.max_prefill_tokens) == (96, 512)
+    assert config.max_logits_rows == info.max_logits_rows == (512 << 20) // (info.vocab_size * 4)
     block_bytes = info.kv_bytes // info.num_kv_blocks
     assert info.num_kv_blocks == (int(0.9 * 16 * MIB) - 2 * MIB - MIB) // block_bytes
     origins = [origin.partition(":")[0] for origin in info.size_origins.values()]

@@ -25,7 +25,7 @@ from tests.support.recurrent import load_recurrent
 
 BLOCK_BYTES = 4096  # 16 tokens of one layer with a head of 32 numbers, in 32 bits
 STATE = LayerState(layer_idx=0, row_width=0, conv_width=0, shape=(256,))  # 1 KiB a seat
-SIZES = StepSizes(64, 2048, 16)
+SIZES = StepSizes(64, 2048, 16, 2048)
 GIB = 1 << 30
 
 
@@ -234,7 +234,7 @@ def test_before_weights_are_loaded_they_and_the_work_of_a_step_are_foreseen() ->
 def test_logits_of_drafts_are_foreseen_where_they_take_more_than_the_layers() -> None:
     """Llama 8B's 256 seats with 32 drafts want all of 8,192 rows: 2.1 GB, the layers are computed in 1.2."""
     needs = ModelNeeds(0, 0, 0, work_of_token=151_552, logits_of_row=1_282_560, max_model_len=1 << 17)
-    sizes = StepSizes(256, 8192, 64)
+    sizes = StepSizes(256, 8192, 64, 8192)
     assert needs.work(sizes) == 8192 * 151_552 + 256 * 1_282_560
     many = replace(needs, given_of_row=256_512, most_drafts=32)
     assert many.work(sizes) == 8192 * 256_512 + 256 * 1_282_560
@@ -309,7 +309,7 @@ def test_what_sequences_will_hold_is_told_by_the_seats_that_there_are_in_the_end
 def test_sizes_that_drafters_were_made_by_stay() -> None:
     loaded = load_tiny("llama")
     sampler = Sampler(loaded.vocab_size, loaded.device)
-    sizes = StepSizes(3, 32, 8)
+    sizes = StepSizes(3, 32, 8, 32)
     room = measure_kv_room(load_settings((), {}), loaded, sampler, FakeGauge([0] * 3), sizes)
     assert room.sizes is sizes
 

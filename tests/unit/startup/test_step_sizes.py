@@ -149,6 +149,27 @@ def test_a_larger_step_leaves_less_for_seats() -> None:
     assert sizes_of(MIDDLE, 24, "--max-num-batched-tokens", "16384").max_num_seqs == 32
 
 
+@pytest.mark.parametrize(
+    ("vocab_size", "width", "flags", "rows"),
+    [
+        (49_152, 2, (), 5461),  # more than 64 seats with 32 drafts want
+        (49_152, 4, (), 2730),
+        (128_256, 2, (), 2092),
+        (262_144, 2, (), 1024),
+        (262_144, 4, (), 512),
+        (128_256, 2, ("--max-num-seqs", "1"), 2092),
+        (128_256, 2, ("--max-num-seqs", "2000"), 4000),
+        (262_144, 4, ("--max-num-seqs", "257"), 514),
+    ],
+)
+@pytest.mark.parametrize("gpu_gib", [None, 80])
+def test_rows_of_logits_are_as_many_as_512_mib_hold_but_two_a_seat(
+    vocab_size: int, width: int, flags: tuple[str, ...], rows: int, gpu_gib: int | None
+) -> None:
+    needs = replace(MIDDLE, given_of_row=vocab_size * width)
+    assert sizes_of(needs, gpu_gib, *flags).max_logits_rows == rows
+
+
 def test_a_part_of_a_step_is_not_larger_than_what_is_derived() -> None:
     with pytest.raises(StartRefused, match=r"^--max-decode-seqs 65: at most --max-num-seqs, here 64\."):
         sizes_of(MIDDLE, None, "--max-decode-seqs", "65")
@@ -170,7 +191,7 @@ def test_needs_are_those_of_the_model() -> None:
     )
     config = loaded.config
     assert needs.work_of_token == 4 * (8 * config.hidden_size + 3 * config.intermediate_size)
-    assert needs.work(StepSizes(3, 10, 16)) == 10 * needs.work_of_token + 3 * 12 * loaded.vocab_size
+    assert needs.work(StepSizes(3, 10, 16, 10)) == 10 * needs.work_of_token + 3 * 12 * loaded.vocab_size
 
 
 def test_of_sizes_that_each_layer_has_for_itself_the_largest_counts() -> None:

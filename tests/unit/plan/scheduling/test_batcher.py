@@ -275,11 +275,11 @@ def test_a_request_is_added_once() -> None:
         batcher.add(make_request("a"))
 
 
-@pytest.mark.parametrize("position", range(6))
+@pytest.mark.parametrize("position", range(7))
 def test_limits_below_their_least_stop_the_start(position: int) -> None:
     names = [field.name for field in fields(BatchConfig) if field.name.startswith("max_")]
     limits: dict[str, Any] = dict.fromkeys(names, 4)
-    least = 0 if names[position] == "max_preemptions" else 1
+    least = {"max_preemptions": 0, "max_logits_rows": limits["max_num_seqs"]}.get(names[position], 1)
     limits[names[position]] = least
     BatchConfig(**limits)
     limits[names[position]] = least - 1

@@ -123,6 +123,65 @@ def test_decodes_without_drafts_come_first_then_chunks_then_those_with_drafts() 
     assert inputs.logits_rows.tolist() == [0, 6, 7, 8, 9, 10, 11]
 
 
+def num_rows(decision: BatchDecision) -> int:
+    assert decision.inputs is not None
+    return len(decision.inputs.logits_rows)
+
+
+def test_drafts_get_the_rows_of_logits_that_others_leave_and_no_one_more_than_who_wants_few() -> None:
+    bench = Bench(max_num_seqs=4, max_logits_rows=10)
+    a, b, c = bench.decoding("a", "b", "c")
+    for request, num_drafts in ((a, 5), (b, 1), (c, 5)):
+        bench.draft_right(request, num_drafts)
+    decision, _ = bench.step()
+    assert entries(decision) == [("a", 3, 4, 3), ("b", 3, 2, 1), ("c", 3, 4, 3)]
+    assert num_rows(decision) == 10
+    assert entries(bench.step()[0])[-2:] == [("a", 7, 2, 1), ("c", 7, 2, 1)], "what was right is still there"
+
+
+def test_only_a_prompt_that_is_through_takes_a_row() -> None:
+    bench = Bench(max_num_seqs=4, max_num_batched_tokens=16, max_prefill_tokens=8, max_logits_rows=5)
+    (a,) = bench.decoding("a")
+    bench.add("b", 3, arrival=8)
+    bench.add("c", 9, arrival=9)
+    bench.draft_right(a, 8)
+    decision, _ = bench.step()
+    assert entries(decision) == [("b", 0, 3, 0), ("c", 0, 5, 0), ("a", 3, 4, 3)], "b has the fifth row"
+    assert num_rows(decision) == 5
+
+
+def test_rows_for_the_seats_alone_leave_every_sequence_its_token_and_no_draft() -> None:
+    bench = Bench(max_num_seqs=3, max_logits_rows=3)
+    for request in bench.decoding("a", "b", "c"):
+        bench.draft_right(request, 8)
+    for position in range(3, 6):
+        decision, committed = bench.step()
+        assert entries(decision) == [(name, position, 1, 0) for name in "abc"]
+        assert len(committed) == num_rows(decision) == 3
+
+
+def test_with_two_rows_a_seat_everyone_has_a_draft_verified() -> None:
+    bench = Bench(max_num_seqs=4, max_logits_rows=8)
+    requests = bench.decoding("a", "b", "c", "d")
+    for request in requests:
+        bench.draft_right(request, 8)
+    decision, committed = bench.step()
+    assert [entry[3] for entry in entries(decision)] == [1, 1, 1, 1]
+    assert len(committed) == num_rows(decision) == 8
+
+
+def test_rows_of_prompts_that_are_scored_do_not_count() -> None:
+    """They are worked on a few at a time, beside the others."""
+    bench = Bench(max_num_seqs=2, max_num_batched_tokens=32, max_logits_rows=4)
+    (a,) = bench.decoding("a")
+    bench.add("b", 20, arrival=9, prompt_logprobs=0)
+    bench.draft_right(a, 8)
+    decision, _ = bench.step()
+    assert entries(decision) == [("b", 0, 20, 0), ("a", 3, 3, 2)]
+    assert decision.inputs is not None and decision.inputs.prompt_rows is not None
+    assert (num_rows(decision), len(decision.inputs.prompt_rows.rows)) == (4, 19)
+
+
 def test_a_decode_that_misses_its_turn_has_no_drafts_verified() -> None:
     bench = Bench(max_num_seqs=3, max_decode_seqs=2)
     a, b, c = bench.decoding("a", "b", "c")
