@@ -254,7 +254,8 @@ def _measure(
     loaded: LoadedModel, sampler: Sampler, gauge: MemoryGauge, sizes: StepSizes, num_drafts: int
 ) -> tuple[StepSizes, int]:
     """What the largest step takes, and the sizes that it has after all. Raises StartRefused."""
-    largest = LargestStep(sizes.max_num_batched_tokens, sizes.max_num_seqs, sizes.kv_block_size, num_drafts)
+    num_tokens, num_rows = sizes.max_num_batched_tokens, sizes.rows_with(num_drafts)
+    largest = LargestStep(num_tokens, sizes.max_num_seqs, sizes.kv_block_size, num_rows)
     try:
         return sizes, measure_largest_step(loaded, sampler, largest, gauge)
     except StartRefused:

@@ -60,6 +60,11 @@ class StepSizes:
     max_logits_rows: int
     origins: Mapping[str, str] = field(default_factory=dict)
 
+    def rows_with(self, num_drafts: int) -> int:
+        """The most rows of logits that a step has where each sequence has so many drafts."""
+        wanted = self.max_num_seqs * (1 + num_drafts)
+        return min(wanted, self.max_num_batched_tokens, self.max_logits_rows)
+
     def with_fewer_tokens(self) -> StepSizes | None:
         """The same with half the tokens; None where these were given, or are as few as a GPU's step has."""
         name, num_tokens = "max_num_batched_tokens", self.max_num_batched_tokens // 2
@@ -141,10 +146,9 @@ class ModelNeeds:
 
         Where many drafts are verified, the logits of all rows are there once the layers are through.
         """
-        num_tokens, num_seqs = sizes.max_num_batched_tokens, sizes.max_num_seqs
-        num_rows = min(num_tokens, num_seqs * (1 + self.most_drafts))
-        given = max(num_tokens * self.work_of_token, num_rows * self.given_of_row)
-        return given + num_seqs * self.logits_of_row
+        of_logits = sizes.rows_with(self.most_drafts) * self.given_of_row
+        given = max(sizes.max_num_batched_tokens * self.work_of_token, of_logits)
+        return given + sizes.max_num_seqs * self.logits_of_row
 
 
 def step_sizes(settings: Settings, needs: ModelNeeds, gpu_bytes: int | None) -> StepSizes:

@@ -3,42 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.recurrent.state_memory import MemorySizes
 from engine.compute.runner.device import is_out_of_memory
-from engine.compute.runner.dummy_steps import Part, pack_step
+from engine.compute.runner.dummy_steps import Part, pack_step, plain_sampling
 from engine.compute.runner.memory_gauge import MemoryGauge
 from engine.compute.runner.scratch_pass import ScratchPass, forward_of
 from engine.compute.sampling.sampler import Sampler
 from engine.errors import StartRefused
 from engine.plan.step_records import StepInputs
 
+_TEMPERATURE = 1.0
+
 
 class LargestStep(NamedTuple):
-    """The most that a step has: tokens, which are never too few for a token each, and sequences.
+    """The most that a step has: tokens, sequences, and rows of logits, drafts' among them.
 
-    With each newest token it verifies up to `num_drafts`, as far as the tokens go.
+    No more rows than tokens; sequences may be more.
     """
 
     num_tokens: int
     num_seqs: int
     block_size: int
-    num_drafts: int = 0
+    num_rows: int
 
 
 def measure_largest_step(
     loaded: LoadedModel, sampler: Sampler, largest: LargestStep, gauge: MemoryGauge
 ) -> int:
-    """The most bytes that a prompt step of all tokens and a decode step of all sequences have at once.
+    """The most bytes that a step of all tokens and rows, and a decode step of all sequences, have at once.
 
-    And one of all sequences with drafts, each of which has logits: those of 8,192 rows may take more than the
-    layers do. Each step draws from its logits with a temperature. All run over K/V of their own, which does
-    not count and is gone afterwards. On the thread that runs the model. Raises StartRefused where the memory
-    is not there.
+    Both draw from their logits with a temperature. They run over K/V of their own, which does not count and
+    is gone afterwards. On the thread that runs the model. Raises StartRefused where the memory is not there.
     """
     try:
         return max(_measure(step, loaded, sampler, largest, gauge) for step in _steps(loaded, largest))
@@ -70,24 +72,22 @@ def _measure(
 def _steps(loaded: LoadedModel, largest: LargestStep) -> Iterator[StepInputs]:
     """A step that reads few and long prompts, as the budget holds, and one with a token of each sequence.
 
-    Where drafts are verified also one with as many rows as these want at most.
+    The first has as many rows of logits as any: these take the more where drafts are verified, and what the
+    layers have made of all tokens is still there beside them.
     """
     longest = min(loaded.max_model_len, largest.num_tokens)
     whole, rest = divmod(largest.num_tokens, longest)
-    num_seqs = min(largest.num_seqs, largest.num_tokens)
-    yield _step([longest] * whole + [rest] * bool(rest), largest.block_size)
-    yield _step([1] * num_seqs, largest.block_size)
-    if largest.num_drafts:
-        most = min(1 + largest.num_drafts, loaded.max_model_len)
-        each, more = divmod(min(num_seqs * most, largest.num_tokens), num_seqs)
-        lengths = [each + 1] * more + [each] * (num_seqs - more)
-        yield _step(lengths, largest.block_size, every_row=True)
+    prompts = _step([longest] * whole + [rest] * bool(rest), largest.block_size)
+    rows = np.arange(largest.num_tokens - largest.num_rows, largest.num_tokens)
+    sampling = plain_sampling(prompts.positions[rows] + 1, _TEMPERATURE)
+    yield replace(prompts, logits_rows=rows, sampling=sampling)
+    yield _step([1] * min(largest.num_seqs, largest.num_tokens), largest.block_size)
 
 
-def _step(lengths: list[int], block_size: int, *, every_row: bool = False) -> StepInputs:
+def _step(lengths: list[int], block_size: int) -> StepInputs:
     parts, first = [], 0
     for length in lengths:
         num_blocks = -(-length // block_size)
         parts.append(Part([0] * length, 0, length, range(first, first + num_blocks)))
         first += num_blocks
-    return pack_step(parts, block_size, every_row=every_row, temperature=1.0)
+    return pack_step(parts, block_size, temperature=_TEMPERATURE)

@@ -67,7 +67,7 @@ def test_all_parts_have_the_sizes_that_the_devices_memory_makes(
     settings = load_settings([str(model), *flags], {})
     found, parts = diagnose(settings), load_parts(settings)
     info, config = parts.info, parts.batcher.config
-    assert len(gauge.measured) == 3, "a prompt step, a decode step and one with drafts, once"
+    assert len(gauge.measured) == 2, "a prompt step with all rows of logits and a decode step, once"
     assert (info.max_num_seqs, info.max_num_batched_tokens, info.kv_block_size) == (96, 512, 64)
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (96, 512)
     assert (config.max_decode_seqs, config.max_prefill_tokens) == (96, 512)

@@ -15,11 +15,12 @@ from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.drafters.draft_loader import TargetRoom
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.recurrent.slot_states import LayerState
+from engine.compute.runner.largest_step import LargestStep
 from engine.compute.sampling.sampler import Sampler
 from engine.errors import StartRefused
 from engine.startup.build_runner import recorded_bytes
 from engine.startup.kv_room import HostRoom, KvRoom, find_kv_memory, foresee_kv_room, measure_kv_room
-from engine.startup.step_sizes import MemoryBeside, ModelNeeds, StepSizes
+from engine.startup.step_sizes import MemoryBeside, ModelNeeds, StepSizes, step_sizes
 from tests.support.packed import load_tiny
 from tests.support.recurrent import load_recurrent
 
@@ -169,14 +170,12 @@ def test_what_is_recorded_follows_the_seats() -> None:
 
 
 def test_the_largest_of_the_measured_steps_counts() -> None:
-    """Without drafts there are two of them."""
     loaded = load_tiny("llama")
     flags = ("--max-num-seqs", "4", "--max-num-batched-tokens", "32")
     sampler = Sampler(loaded.vocab_size, loaded.device)
     cases: list[tuple[list[int], tuple[str, ...]]] = [
-        ([5 * GIB, 2 * GIB, 1 * GIB], ()),
-        ([1 * GIB, 5 * GIB, 2 * GIB], ()),
-        ([1 * GIB, 2 * GIB, 5 * GIB], ()),
+        ([5 * GIB, 2 * GIB], ()),
+        ([2 * GIB, 5 * GIB], ()),
         ([1 * GIB, 5 * GIB], ("--speculative-method", "none")),
     ]
     for peaks, more in cases:
@@ -184,6 +183,23 @@ def test_the_largest_of_the_measured_steps_counts() -> None:
         room = measure_kv_room(load_settings((*flags, *more), {}), loaded, sampler, gauge)
         assert room.memory == (72 * GIB - 20 * GIB - 5 * GIB, "--gpu-memory-utilization 0.9")
         assert gauge.peaks == []
+
+
+def test_rows_of_drafts_are_measured_up_to_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[LargestStep] = []
+
+    def measure(_loaded: Any, _sampler: Any, largest: LargestStep, _gauge: Any) -> int:
+        measured.append(largest)
+        return 0
+
+    monkeypatch.setattr("engine.startup.kv_room.measure_largest_step", measure)
+    loaded = load_tiny("llama")
+    sampler = Sampler(loaded.vocab_size, loaded.device)
+    sizes = StepSizes(4, 64, 16, 20)
+    for flags in ((), ("--num-speculative-tokens", "2"), ("--speculative-method", "none")):
+        measure_kv_room(load_settings(flags, {}), loaded, sampler, FakeGauge(), sizes)
+    measure_kv_room(load_settings((), {}), loaded, sampler, FakeGauge(), replace(sizes, max_logits_rows=512))
+    assert measured == [LargestStep(64, 4, 16, num_rows) for num_rows in (20, 12, 4, 64)]
 
 
 @dataclass
@@ -202,7 +218,7 @@ class ScarceGauge(FakeGauge):
 def test_steps_that_find_no_memory_get_smaller_as_far_as_nobody_asked_for_them() -> None:
     loaded, settings = load_tiny("llama"), load_settings(("--max-num-seqs", "4"), {})
     sampler = Sampler(loaded.vocab_size, loaded.device)
-    room = measure_kv_room(settings, loaded, sampler, ScarceGauge([GIB] * 3, num_failures=2))
+    room = measure_kv_room(settings, loaded, sampler, ScarceGauge([GIB] * 2, num_failures=2))
     assert room.sizes.max_num_batched_tokens == 2048
     expected = "derived: 4096 find no memory to be computed in"
     assert room.sizes.origins["max_num_batched_tokens"] == expected
@@ -232,13 +248,18 @@ def test_before_weights_are_loaded_they_and_the_work_of_a_step_are_foreseen() ->
 
 
 def test_logits_of_drafts_are_foreseen_where_they_take_more_than_the_layers() -> None:
-    """Llama 8B's 256 seats with 32 drafts want all of 8,192 rows: 2.1 GB, the layers are computed in 1.2."""
+    """256 seats of Llama 8B with 32 drafts each want 8,448 rows of 128,256 numbers in 16 bits."""
     needs = ModelNeeds(0, 0, 0, work_of_token=151_552, logits_of_row=1_282_560, max_model_len=1 << 17)
     sizes = StepSizes(256, 8192, 64, 8192)
     assert needs.work(sizes) == 8192 * 151_552 + 256 * 1_282_560
     many = replace(needs, given_of_row=256_512, most_drafts=32)
     assert many.work(sizes) == 8192 * 256_512 + 256 * 1_282_560
     assert replace(many, most_drafts=3).work(sizes) == needs.work(sizes), "of 1,024 rows"
+    limited = replace(sizes, max_logits_rows=6000)
+    assert many.work(limited) == 6000 * 256_512 + 256 * 1_282_560
+    limited = step_sizes(load_settings((), {}), many, 80 * GIB)
+    assert (limited.max_num_seqs, limited.max_logits_rows) == (256, 2092)
+    assert many.work(limited) == needs.work(sizes), "the layers take more than 512 MiB"
     loaded, settings = load_tiny("llama"), load_settings(("--num-speculative-tokens", "5"), {})
     found = ModelNeeds.of(settings, loaded)
     assert (found.given_of_row, found.most_drafts) == (loaded.vocab_size * 4, 5)
@@ -283,7 +304,7 @@ def test_what_is_loaded_later_keeps_its_room_once_work_is_measured() -> None:
     sampler = Sampler(loaded.vocab_size, loaded.device)
     settings = load_settings(("--max-num-seqs", "4", "--max-num-batched-tokens", "32"), {})
     plain, less = (
-        measure_kv_room(settings, loaded, sampler, FakeGauge([GIB] * 3), coming=partial(mul, coming))
+        measure_kv_room(settings, loaded, sampler, FakeGauge([GIB] * 2), coming=partial(mul, coming))
         for coming in (0, 5 * GIB // 4)
     )
     assert plain.memory.num_bytes - less.memory.num_bytes == 5 * GIB
@@ -310,7 +331,7 @@ def test_sizes_that_drafters_were_made_by_stay() -> None:
     loaded = load_tiny("llama")
     sampler = Sampler(loaded.vocab_size, loaded.device)
     sizes = StepSizes(3, 32, 8, 32)
-    room = measure_kv_room(load_settings((), {}), loaded, sampler, FakeGauge([0] * 3), sizes)
+    room = measure_kv_room(load_settings((), {}), loaded, sampler, FakeGauge([0] * 2), sizes)
     assert room.sizes is sizes
 
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from engine.compute.loading.loader import LoadedModel
-from engine.compute.runner.largest_step import LargestStep, measure_largest_step
+from engine.compute.runner.largest_step import LargestStep, _steps, measure_largest_step
 from engine.compute.sampling.sampler import Sampler
 from engine.errors import StartRefused
 from engine.plan.step_records import SampledRows, SamplingInputs
 from tests.support.packed import load_tiny
 
-LARGEST = LargestStep(num_tokens=50, num_seqs=6, block_size=4)
+LARGEST = LargestStep(num_tokens=50, num_seqs=6, block_size=4, num_rows=20)
 
 
 class CountingSampler(Sampler):
@@ -56,26 +56,29 @@ def test_prompts_of_the_whole_budget_and_a_token_of_every_sequence(family: str) 
         lambda _module, args, _output: tokens.append(args[0].numel())
     )
     assert measure_largest_step(loaded, sampler, LARGEST, FakeGauge([7, 3])) == 7, "the larger of both"
-    assert sampler.draws == [(3, 1.0), (6, 1.0)], "prompts of 24, 24 and 2 tokens; six single tokens"
+    assert sampler.draws == [(20, 1.0), (6, 1.0)], "all rows; a token of each"
     assert sum(tokens) == 50 + 6
+    prompts, decodes = _steps(loaded, LARGEST)
+    assert prompts.query_lens.tolist() == [24, 24, 2] and decodes.query_lens.tolist() == [1] * 6
+    assert prompts.logits_rows.tolist() == list(range(30, 50))
+    assert prompts.sampling.position.tolist() == [*range(7, 25), 1, 2]
 
 
-@pytest.mark.parametrize(("num_drafts", "num_rows"), [(3, 24), (32, 50), (7, 48)])
+@pytest.mark.parametrize("num_rows", [1, 50])
 @pytest.mark.parametrize("family", ["llama", "mamba"])
-def test_a_step_that_verifies_has_a_row_for_each_draft(family: str, num_drafts: int, num_rows: int) -> None:
-    """As many of six sequences' as the budget of 50 tokens holds."""
+def test_any_number_of_rows_is_measured(family: str, num_rows: int) -> None:
     loaded = load_tiny(family)
     sampler = CountingSampler(loaded)
-    largest = LARGEST._replace(num_drafts=num_drafts)
-    assert measure_largest_step(loaded, sampler, largest, FakeGauge([3, 2, 7])) == 7
-    assert sampler.draws[1:] == [(6, 1.0), (num_rows, 1.0)]
+    largest = LARGEST._replace(num_rows=num_rows)
+    assert measure_largest_step(loaded, sampler, largest, FakeGauge([2, 5])) == 5
+    assert sampler.draws == [(num_rows, 1.0), (6, 1.0)]
 
 
 def test_no_more_sequences_than_tokens() -> None:
     loaded = load_tiny("llama")
     sampler = CountingSampler(loaded)
-    assert measure_largest_step(loaded, sampler, LargestStep(4, 9, 4), FakeGauge([1, 2])) == 2
-    assert sampler.draws == [(1, 1.0), (4, 1.0)]
+    assert measure_largest_step(loaded, sampler, LargestStep(4, 9, 4, 4), FakeGauge([1, 2])) == 2
+    assert sampler.draws == [(4, 1.0), (4, 1.0)]
 
 
 def test_no_memory_for_a_step_is_refused_with_what_to_lower() -> None:
