@@ -8,11 +8,12 @@ from functools import partial
 
 from config import PlannedFault
 from engine.faults.fault_counter import PREPARING, FaultCounter
+from engine.faults.faulty_ahead_runner import make_faulty
 from engine.faults.faulty_batcher import FaultyBatcher
 from engine.faults.faulty_drafter import FaultyDrafter
-from engine.faults.faulty_runner import FaultyRunner, Flight
 from engine.faults.faulty_sampler import FaultySampler
 from engine.faults.faulty_text import FaultyDetokenizer, FaultyTokenizer
+from engine.faults.step_owners import StepOwners
 from engine.loop.engine import Engine
 from engine.loop.engine_parts import EngineLimits, EngineParts, Executors
 from engine.loop.stream import RequestStream
@@ -52,12 +53,12 @@ class FaultyEngine(Engine):
 
 def faulty_factories(plan: FaultCounter) -> PartFactories:
     """Parts in which the faults of `plan` happen; for one engine."""
-    flight = Flight()
+    owners = StepOwners()
     return PartFactories(
         tokenizer=partial(FaultyTokenizer, plan),
         detokenizer=partial(FaultyDetokenizer, plan),
         sampler=FaultySampler,
-        runner=partial(FaultyRunner, plan, flight),
+        runner=partial(make_faulty, plan, owners),
         drafter=partial(FaultyDrafter, plan),
-        batcher=partial(FaultyBatcher, plan, flight),
+        batcher=partial(FaultyBatcher, plan, owners),
     )

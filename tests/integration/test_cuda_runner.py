@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from config import PlannedFault
+from config import FaultPoint, PlannedFault
 from config.units import rough_size
 from engine.compute.cuda.cuda_runner import CudaRunner
 from engine.compute.cuda.device_draw import TORCH_DRAWS, draw_filtered
@@ -26,7 +26,9 @@ from engine.compute.sampling.processors import Filters
 from engine.compute.sampling.sampler import NOT_FINITE, Sampler
 from engine.errors import OutOfDeviceMemory
 from engine.faults.fault_counter import FaultCounter
-from engine.faults.faulty_runner import FaultyRunner, Flight
+from engine.faults.faulty_ahead_runner import FaultyAheadRunner, make_faulty
+from engine.faults.faulty_sampler import FaultySampler
+from engine.faults.step_owners import StepOwners
 from engine.plan.step_records import (
     BlockCopy,
     BlockMoves,
@@ -49,9 +51,11 @@ MATCHED = ForDrafts()
 BLOCKS = [list(range(8 * row, 8 * row + 8)) for row in range(6)]
 
 
-def make_plain(family: str = "llama", for_drafts: ForDrafts = MATCHED) -> ModelRunner:
+def make_plain(
+    family: str = "llama", for_drafts: ForDrafts = MATCHED, sampler_class: type[Sampler] = Sampler
+) -> ModelRunner:
     loaded = load_tiny(family)
-    sampler = Sampler(loaded.vocab_size, loaded.device)
+    sampler = sampler_class(loaded.vocab_size, loaded.device)
     runner = ModelRunner(loaded, NUM_BLOCKS, BLOCK_SIZE, sampler, 4, for_drafts)
     runner.forward.backend = TabledReference()
     return runner
@@ -62,8 +66,9 @@ def make_ahead(
     for_drafts: ForDrafts = MATCHED,
     recorder: Playback | None = None,
     limits: GraphLimits = LIMITS,
+    sampler: type[Sampler] = Sampler,
 ) -> CudaRunner:
-    runner = CudaRunner(make_plain(family, for_drafts), 64, limits, recorder or Playback())
+    runner = CudaRunner(make_plain(family, for_drafts, sampler), 64, limits, recorder or Playback())
     runner.graphs.record(recorder or Playback())
     return runner
 
@@ -639,6 +644,14 @@ def test_where_a_step_fails_the_device_is_done_with_it_first(
     assert waited >= failed, "for all that was queued by then"
 
 
+def make_faulty_ahead(ahead: CudaRunner, *faults: PlannedFault) -> tuple[FaultyAheadRunner, StepOwners]:
+    """A runner with these faults, and who is to be told whom steps are for: requests 1 and 2."""
+    plan, owners = FaultCounter(faults), StepOwners()
+    runner = make_faulty(plan, owners, ahead, ahead.parts.forward.loaded)
+    assert isinstance(runner, FaultyAheadRunner)
+    return runner, owners
+
+
 @pytest.mark.parametrize("recorded", [True, False])
 def test_planned_faults_reach_passes_of_either_kind(recorded: bool) -> None:
     ahead = make_ahead()
@@ -648,11 +661,69 @@ def test_planned_faults_reach_passes_of_either_kind(recorded: bool) -> None:
         PlannedFault("forward_raise", at=1),
         PlannedFault("logits_nan", at=1, count=2),
     ]
-    flight = Flight([1, 2])
-    runner = FaultyRunner(FaultCounter(faults), flight, ahead, load_tiny("llama"))
+    runner, owners = make_faulty_ahead(ahead, *faults)
     inputs = decode([0, 1], 9, 1.0)
+    owners.note(inputs, (1, 2))
+    failing = runner.launch(inputs)
     with pytest.raises(RuntimeError, match="has this pass fail"):
-        runner.run(inputs)
+        failing.wait()
     assert runner.run(inputs).rows.row_errors == dict.fromkeys((0, 1), NOT_FINITE)
     rows = runner.run(inputs).rows
     assert rows.row_errors is None and len(rows.token_ids) == 2
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_planned_fault_of_a_recorded_prompt_hits_the_row_of_its_request(victim: int) -> None:
+    """Such a recording has more places than the step has rows, and fewer than it has tokens."""
+    ahead = make_ahead(limits=WITH_PROMPTS)
+    replayed = count_replays(ahead)
+    runner, owners = make_faulty_ahead(ahead, PlannedFault("logits_nan", request=victim))
+    parts = [Part(TOKENS[row:] + TOKENS, 4, 20, BLOCKS[row]) for row in (0, 1)]
+    inputs = pack_step(parts, BLOCK_SIZE)
+    owners.note(inputs, (1, 2))
+    assert runner.run(inputs).rows.row_errors == {victim - 1: NOT_FINITE}
+    assert replayed and replayed[0] != len(inputs.logits_rows)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("point", ["logits_nan", "sampler_raise"])
+def test_a_planned_fault_hits_a_row_that_is_drawn_later(point: FaultPoint, recorded: bool) -> None:
+    ahead = make_ahead(sampler=FaultySampler)
+    if not recorded:
+        ahead.graphs._steps.clear()
+    runner, owners = make_faulty_ahead(ahead, PlannedFault(point, request=2))
+    inputs = replace(decode([0, 1], 9), is_drawn_later=True)
+    owners.note(inputs, (1, 2))
+    step = runner.launch(inputs)
+    step.draw(inputs.sampling)
+    rows = step.wait().rows
+    assert set(rows.row_errors or ()) == {1}
+    assert rows.token_ids[0] == make_ahead().run(decode([0, 1], 9)).rows.token_ids[0]
+
+
+def test_where_memory_ends_by_plan_the_launch_says_so() -> None:
+    runner, owners = make_faulty_ahead(make_ahead(), PlannedFault("forward_oom"))
+    inputs = decode([0, 1], 9)
+    owners.note(inputs, (1, 2))
+    with pytest.raises(OutOfDeviceMemory):
+        runner.launch(inputs)
+    assert runner.launch(inputs).wait().rows.row_errors is None
+
+
+def test_a_step_that_fails_by_plan_leaves_nothing_right_behind() -> None:
+    """Neither its K/V nor its tokens: whatever reads them is found by its text."""
+    sound, ahead = make_ahead(), make_ahead()
+    fill_with_noise(sound, ahead)
+    runner, owners = make_faulty_ahead(ahead, PlannedFault("forward_raise"))
+    inputs = decode([0, 1], 9)
+    owners.note(inputs, (1, 2))
+    step = runner.launch(inputs)
+    behind = replace(decode([0, 1], 10), previous_rows=np.array([0, 1]))
+    owners.note(behind, (1, 2))
+    last = runner.launch(behind)
+    with pytest.raises(RuntimeError, match="has this pass fail"):
+        step.wait()
+    sound.launch(inputs)
+    assert last.wait().rows.token_ids != sound.launch(behind).wait().rows.token_ids
+    pairs = zip(ahead.kv.tensors, sound.kv.tensors, strict=True)
+    assert not any(torch.equal(mine, theirs) for mine, theirs in pairs)

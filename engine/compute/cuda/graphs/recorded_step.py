@@ -110,7 +110,7 @@ class RecordedStep:
         words = {**token_words(inputs, previous), **self._carried.fill(inputs, self._room)}
         if self._has_rows:
             words["rows"] = inputs.logits_rows.astype(np.int32)
-        columns = column_words(inputs.sampling, self._places(inputs), self._num_places)
+        columns = column_words(inputs.sampling, self.places(inputs), self._num_places)
         self._tables.fill(inputs, {**words, **columns})
 
     def replay(self) -> None:
@@ -119,10 +119,10 @@ class RecordedStep:
 
     def as_pass(self, inputs: StepInputs) -> DevicePass:
         """The pass that was replayed last, over these inputs."""
-        return DevicePass(self.logits, self._places(inputs), self._replay_draw, self.hidden)
+        return DevicePass(self.logits, self.places(inputs), self._replay_draw, self.hidden)
 
-    def _places(self, inputs: StepInputs) -> Int64:
-        """Where the logits of each row are, [R]."""
+    def places(self, inputs: StepInputs) -> Int64:
+        """Where the logits of each row of a step are, [R]."""
         return np.arange(len(inputs.logits_rows)) if self._has_rows else inputs.logits_rows
 
     def _compute(self) -> None:
