@@ -28,7 +28,7 @@ from tests.support.repetitive_world import Ask, Family
 MAX_MODEL_LEN = 96
 BLOCK_SIZE = 4
 LOGPROB_TOLERANCE = 1e-4
-_COMMON = (
+COMMON_FLAGS = (
     *("--dtype", "float32", "--kv-cache-memory", "4MiB", "--swap-space", "1MiB"),
     *("--max-model-len", str(MAX_MODEL_LEN), "--kv-block-size", str(BLOCK_SIZE)),
 )
@@ -89,7 +89,7 @@ async def engine_of(
 ) -> AsyncIterator[Engine]:
     """A ready engine; on leaving, nothing is left in it and nothing went wrong. `wrap` is for its runner."""
     environ = WITHOUT_KERNELS | ({} if home is None else {"SLIPSTREAM_HOME": str(home)})
-    settings = load_settings([str(directory), *_COMMON, *flags], environ)
+    settings = load_settings([str(directory), *COMMON_FLAGS, *flags], environ)
 
     def load() -> EngineParts:
         parts = load_parts(settings)
@@ -198,13 +198,14 @@ def differences(expected: Run, found: Run) -> list[str]:
     """
     lines = []
     for name, got in found.spoken.items():
-        fault = _difference(expected.spoken[name], got)
+        fault = difference(expected.spoken[name], got)
         if fault is not None:
             lines.append(f"{name}: {fault}")
     return lines
 
 
-def _difference(want: Spoken, got: Spoken) -> str | None:
+def difference(want: Spoken, got: Spoken) -> str | None:
+    """What differs, None if nothing does; see `differences`."""
     count = len(got.token_ids)
     if got.token_ids != want.token_ids[:count]:
         pairs = zip(got.token_ids, want.token_ids, strict=False)
