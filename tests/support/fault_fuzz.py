@@ -128,6 +128,8 @@ def draw_plan(draw: random.Random, *, drafts: bool) -> list[PlannedFault]:
         if request is not None and point in ("forward_raise", *ROW_POINTS) and draw.random() < 0.4:
             count = ALWAYS
         every = draw.choice((1, 1, 3, 7)) if request is not None or point in ROW_POINTS else 7
+        if point == "forward_oom":
+            every = max(every, 3)  # three in a row would be the end of the engine
         at = draw.randint(1, 12 if request is not None else 70)
         plan.append(PlannedFault(point, at, count, every, request, seconds=0.001))
     return plan
