@@ -14,7 +14,7 @@ from tests.support.fault_fuzz import World, play
 from tests.support.speculated import single_threaded
 
 NUM_SEEDS = share_of(24, 12)
-NUM_SLOW_SEEDS = 300
+NUM_SLOW_SEEDS = 50
 
 
 @pytest.fixture(scope="module")
@@ -41,5 +41,5 @@ def test_whatever_goes_wrong_by_plan_a_text_is_right_or_an_error(world: World) -
 
 @pytest.mark.slow
 def test_the_same_of_many_plans(world: World) -> None:
-    seen = play_all(world, range(100, 100 + NUM_SLOW_SEEDS))
-    assert seen["passes failed"] > 100 and seen["preempted"] > 20 and seen["abort"] > 100
+    seen = play_all(world, range(1000, 1000 + NUM_SLOW_SEEDS))
+    assert seen["passes failed"] > 45 and seen["preempted"] > 10 and seen["abort"] > 35
