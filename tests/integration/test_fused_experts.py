@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN
 from engine.compute.native.closeness import is_close
 from engine.compute.native.families import has_read_experts
 from engine.compute.native.observation import observe
-from engine.compute.native.records import Activation
+from engine.compute.native.records import Activation, NormKind
 from engine.compute.recurrent import recurrent_forward
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.runner.scratch_pass import forward_of
@@ -35,12 +35,13 @@ from engine.compute.cuda.expert_layout import (  # noqa: E402
 )
 from engine.compute.cuda.fused_experts import FusedExperts, equal_experts, route  # noqa: E402
 from engine.compute.cuda.fused_layer import FusedLayer  # noqa: E402
-from engine.compute.cuda.fused_mlp import CalledMixture, JoinedMlp  # noqa: E402
+from engine.compute.cuda.fused_mlp import CalledMixture, JoinedMlp, RoutedMixture  # noqa: E402
 from engine.compute.cuda.fused_model import (  # noqa: E402
     fuse_experts,
     fuse_layers,
     with_fused_layers,
 )
+from engine.compute.cuda.fused_norms import Beside, FusedNorm, Sum  # noqa: E402
 from engine.compute.cuda.state_scans import TritonScans  # noqa: E402
 from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
 from tests.support.interpreter import WITH_GATES, with_all_numbers  # noqa: E402
@@ -132,6 +133,32 @@ def test_numbers_that_no_expert_has_are_left_out() -> None:
     expected = mixture.expected(rows, chosen, shares)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
     assert not found[4].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_sums_answers_with_other_rows_does_what_a_sum_of_their_own_does(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit, of which numbers that no expert has get none."""
+    with_all_numbers(monkeypatch)
+    experts = FusedExperts(experts_of(Mixture.random(80, 32, dtype)))
+    given, chosen, shares = random_rows(9, 80, dtype)
+    chosen[2, 1], chosen[4], chosen[8, 0] = Mixture.COUNT, -1, 1 << 20
+    shares[4] = torch.nan
+    answers, summed = experts.answered(given, chosen, shares), experts(given, chosen, shares)
+    rows, beside = torch.randn(9, 80).to(dtype), torch.randn(9, 80).to(dtype)
+    by, of_added = (
+        FusedNorm(norm, NormKind.ROUNDED) for norm in (nn.RMSNorm(80, 1e-5), nn.RMSNorm(80, 1e-6))
+    )
+    for of in (
+        Sum(rows, summed, multiplier=0.7),
+        Sum(rows, summed, of_added),
+        Sum(rows, summed, of_added, factor=0.9, beside=Beside(beside, by, of_added)),
+    ):
+        for next_norm in (None, by):
+            expected, found = (each.computed(next_norm) for each in (of, of._replace(added=answers)))
+            assert torch.equal(found[0], expected[0])
+            assert next_norm is None or torch.equal(found[1], expected[1])
 
 
 def test_nothing_is_the_answer_to_no_rows() -> None:
@@ -255,8 +282,11 @@ def test_a_layer_is_fused_around_its_mixture_or_its_mlp() -> None:
     fuse_experts(loaded, 4), fuse_layers(loaded, backend(), 4)
     layers: Any = loaded.model.base_model.layers
     assert [type(layer) for layer in layers] == [FusedLayer, FusedLayer]
-    assert [type(layer.mlp) for layer in layers] == [CalledMixture, JoinedMlp]
-    assert type(layers[0].mlp.mixture.experts) is FusedExperts
+    assert [type(layer.mlp) for layer in layers] == [RoutedMixture, JoinedMlp]
+    assert type(layers[0].mlp.experts) is FusedExperts
+    loaded = as_loaded(tiny_model("qwen3_moe"))
+    assert fuse_layers(loaded, backend(), 4) == 2
+    assert type(loaded.model.base_model.layers[0].mlp) is CalledMixture
 
 
 def test_a_layer_is_fused_whose_router_chooses_by_the_last_bits() -> None:

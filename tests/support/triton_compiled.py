@@ -201,12 +201,13 @@ LAYERS: list[tuple[Any, dict[str, Any]]] = [
         (
             norm_kernel,
             {"HAS_ADDED": added, "NORMS_ADDED": normed, "HAS_NORM": has_norm, "IS_CENTRED": centred}
-            | {"HAS_BESIDE": beside, "WIDTH": 4096, "PADDED": 4096},
+            | {"HAS_BESIDE": beside, "EACH": each, "COUNT": 128, "WIDTH": 4096, "PADDED": 4096},
         )
-        for added, normed, has_norm, centred, beside in (
-            *((False, False, True, False, False), (False, False, True, True, False)),
-            *((True, False, True, False, False), (True, True, True, False, False)),
-            *((True, True, False, False, False), (True, True, True, False, True)),
+        for added, normed, has_norm, centred, beside, each in (
+            *((False, False, True, False, False, 0), (False, False, True, True, False, 0)),
+            *((True, False, True, False, False, 0), (True, True, True, False, False, 0)),
+            *((True, True, False, False, False, 0), (True, True, True, False, True, 0)),
+            *((True, False, True, False, False, 8), (True, True, True, False, True, 8)),
         )
     ),
     *(

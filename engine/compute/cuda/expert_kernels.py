@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.compute.cuda.layer_kernels import _normed
+from engine.compute.cuda.layer_kernels import _normed, _summed_by_shares
 from engine.compute.cuda.triton_activations import activated
 
 _WORDS = tl.constexpr(3)  # of a tile: its expert, its first pair in their order, and where the expert's end
@@ -331,17 +331,8 @@ def expert_sum_kernel(
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Each row's `answers` [rows, EACH, HIDDEN], summed by `shares` [rows, EACH]; grid (rows * CHUNKS).
-
-    They are added in float32, in the order in which it chose.
-    """
+    """Each row's `answers` [rows, EACH, HIDDEN], summed by `shares` [rows, EACH]; grid (rows * CHUNKS)."""
     row = (tl.program_id(0) // CHUNKS).to(tl.int64)
     outs = tl.program_id(0) % CHUNKS * CHUNK + tl.arange(0, CHUNK)
-    total = tl.zeros([CHUNK], tl.float32)
-    for place in tl.static_range(EACH):
-        pair = row * EACH + place
-        expert = tl.load(chosen + pair)
-        mask = outs < tl.where((expert >= 0) & (expert < COUNT), HIDDEN, 0)
-        answer = tl.load(answers + pair * HIDDEN + outs, mask=mask, other=0.0).to(tl.float32)
-        total += tl.where(mask, answer * tl.load(shares + pair).to(tl.float32), 0.0)
+    total = _summed_by_shares(answers, chosen, shares, row, outs, COUNT, EACH, HIDDEN)
     tl.store(summed + row * HIDDEN + outs, total.to(summed.dtype.element_ty), mask=outs < HIDDEN)

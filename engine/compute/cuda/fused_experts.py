@@ -1,4 +1,4 @@
-"""FusedExperts: a mixture's experts in four launches, whose sizes follow from the number of rows alone."""
+"""FusedExperts: a mixture's experts in four launches or three, whose sizes follow from the number of rows."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from engine.compute.cuda.expert_layout import (
     rows_of_each_layout,
     step_of,
 )
+from engine.compute.cuda.fused_norms import ExpertAnswers
 from engine.compute.native.closeness import is_close
 from engine.compute.native.families import (
     has_limited_experts,
@@ -80,15 +81,21 @@ class FusedExperts(nn.Module):
 
         A number that no expert has is left out.
         """
+        if not len(hidden_states):
+            return torch.empty_like(hidden_states)
+        return _summed(self.answered(hidden_states, top_k_index, top_k_weights))
+
+    def answered(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> ExpertAnswers:
+        """The same before it is summed, which is a launch less; of a row at least."""
         rows, chosen, shares = (each.contiguous() for each in (hidden_states, top_k_index, top_k_weights))
         count, each = chosen.shape
-        if not count:
-            return torch.empty_like(rows)
         layout = layout_for(count, each, self.shape)
         routes = route(chosen, layout, self.shape.count)
         activated = self._activated(rows, each, routes, layout)
-        answers = self._answers(activated, routes, layout)
-        return _summed(answers, chosen, shares, self.shape)
+        answers = self._answers(activated, routes, layout).view(count, each, -1)
+        return ExpertAnswers(answers, chosen, shares, self.shape.count)
 
     def _activated(self, rows: torch.Tensor, each: int, routes: Routes, layout: ExpertLayout) -> torch.Tensor:
         """What goes through the second product, [pairs, width] in the order of pairs."""
@@ -167,22 +174,20 @@ def _repeated(rows: torch.Tensor, count: int) -> torch.Tensor:
     return rows.repeat(triton.cdiv(count, len(rows)), 1)[:count]
 
 
-def _summed(
-    answers: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, shape: ExpertShape
-) -> torch.Tensor:
+def _summed(of: ExpertAnswers) -> torch.Tensor:
     """Each row's answers by its shares, [N, hidden], in one launch."""
-    count, each = chosen.shape
-    summed = answers.new_empty(count, shape.hidden)
-    chunk = min(_SUMMED, triton.next_power_of_2(shape.hidden))
-    chunks = triton.cdiv(shape.hidden, chunk)
+    count, each, hidden = of.answers.shape
+    summed = of.answers.new_empty(count, hidden)
+    chunk = min(_SUMMED, triton.next_power_of_2(hidden))
+    chunks = triton.cdiv(hidden, chunk)
     expert_sum_kernel[(count * chunks,)](
-        answers,
-        chosen,
-        shares,
+        of.answers,
+        of.chosen,
+        of.shares,
         summed,
-        COUNT=shape.count,
+        COUNT=of.count,
         EACH=each,
-        HIDDEN=shape.hidden,
+        HIDDEN=hidden,
         CHUNKS=chunks,
         CHUNK=chunk,
     )

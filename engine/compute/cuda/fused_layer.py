@@ -210,8 +210,9 @@ class FusedLayer(nn.Module):
         answer = self.mlp.computed(normed, products)
         if self.beside is not None:
             assert self.mlp_norm is not None, "it is one of the norms of a layer that has experts there"
-            beside = self.beside.answered(total, self.mlp_norm)
-            return Sum(total, answer, self.beside.of_mlp, self.multiplier, factor, beside)
+            assert isinstance(answer, torch.Tensor), "they are beside an MLP"
+            beside = self.beside.sum_with(total, answer, self.mlp_norm)
+            return beside._replace(multiplier=self.multiplier, factor=factor)
         return Sum(total, answer, self.mlp_norm, self.multiplier, factor)
 
     def _turns(self, rotation: Rotation | None) -> HeadTurns | None:

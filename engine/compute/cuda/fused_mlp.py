@@ -7,7 +7,16 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from engine.compute.cuda.fused_norms import Beside, FusedNorm, RowNorm, Sum, is_norm, norm
+from engine.compute.cuda.fused_experts import FusedExperts
+from engine.compute.cuda.fused_norms import (
+    Beside,
+    ExpertAnswers,
+    FusedNorm,
+    RowNorm,
+    Sum,
+    is_norm,
+    norm,
+)
 from engine.compute.cuda.fused_products import (
     OF_ROWS,
     Products,
@@ -33,8 +42,8 @@ class Mlp(Protocol):
         """Those whose products are computed by `Products`."""
         ...
 
-    def computed(self, normed: torch.Tensor, products: Products) -> torch.Tensor:
-        """What it makes of rows [N, hidden]."""
+    def computed(self, normed: torch.Tensor, products: Products) -> torch.Tensor | ExpertAnswers:
+        """What it makes of rows [N, hidden], at least one."""
         ...
 
     def answers(self, row: torch.Tensor, products: Products) -> tuple[torch.Tensor, ...]:
@@ -98,6 +107,39 @@ class JoinedMlp(nn.Module):
         )
 
 
+class RoutedMixture(nn.Module):
+    """A router with fused experts and nothing else, whose answers are left to be summed by what adds them."""
+
+    def __init__(self, mixture: Any) -> None:
+        super().__init__()
+        self.router: Any = getattr(mixture, "gate", None) or mixture.router
+        self.experts: FusedExperts = mixture.experts
+
+    @property
+    def linears(self) -> tuple[Projection, ...]:
+        """See Mlp."""
+        return ()
+
+    @staticmethod
+    def fits(mixture: Any, dtype: torch.dtype) -> bool:
+        """True for a mixture whose code was read, and whose experts are fused."""
+        names = {name for name, _ in mixture.named_children()}
+        return (
+            is_read_mixture(mixture)
+            and names in ({"gate", "experts"}, {"router", "experts"})
+            and type(mixture.experts) is FusedExperts
+        )
+
+    def computed(self, normed: torch.Tensor, products: Products) -> ExpertAnswers:
+        """See Mlp."""
+        _, shares, chosen = self.router(normed)
+        return self.experts.answered(normed, chosen, shares)
+
+    def answers(self, row: torch.Tensor, products: Products) -> tuple[torch.Tensor, ...]:
+        """See Mlp."""
+        return ()
+
+
 class CalledMixture(nn.Module):
     """A router with its experts and whatever expert all rows share, called as the module that they are."""
 
@@ -126,10 +168,12 @@ class CalledMixture(nn.Module):
         return ()
 
 
-_MLPS = (JoinedMlp, CalledMixture)
+_MLPS = (JoinedMlp, RoutedMixture, CalledMixture)
 
 
-def mlp_class_of(mlp: Any, dtype: torch.dtype) -> type[JoinedMlp] | type[CalledMixture] | None:
+def mlp_class_of(
+    mlp: Any, dtype: torch.dtype
+) -> type[JoinedMlp] | type[RoutedMixture] | type[CalledMixture] | None:
     """What computes an MLP, or what stands in its place; None where nothing does."""
     return next((each for each in _MLPS if each.fits(mlp, dtype)), None)
 
@@ -165,7 +209,8 @@ class LayerInput(nn.Module):
 class ExpertsBeside(nn.Module):
     """What a layer's experts add to its MLP's answer, both normed.
 
-    A launch, and those of the router and the experts, which are called as they are: three and four.
+    A launch, and those of the router and the experts, which are called as they are: three, and three of fused
+    experts, whose answers are left to be summed by what adds them.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -187,8 +232,10 @@ class ExpertsBeside(nn.Module):
         """True for those that can be computed; the layer's answer is still to be compared."""
         return all(is_norm(getattr(layer, name), dtype) for name in _NORMS_BESIDE)
 
-    def answered(self, total: torch.Tensor, norm_of_both: RowNorm) -> Beside:
-        """What experts make of `total` [N, hidden], which their MLP's input was normed from."""
+    def sum_with(self, total: torch.Tensor, answer: torch.Tensor, norm_of_both: RowNorm) -> Sum:
+        """`total` [N, hidden], which their MLP's input was normed from, and that one's answer with theirs."""
         _, shares, chosen = self.router(total)
-        answer = self.experts(norm(total, self.before), chosen, shares)
-        return Beside(answer, self.of_experts, norm_of_both)
+        given = norm(total, self.before), chosen, shares
+        is_fused = isinstance(self.experts, FusedExperts)
+        added = self.experts.answered(*given) if is_fused else self.experts(*given)
+        return Sum(total, added, self.of_experts, beside=Beside(answer, self.of_mlp, norm_of_both))

@@ -90,6 +90,15 @@ class FusedGatedNorm(nn.Module):
         return normed.view(hidden_states.shape)
 
 
+class ExpertAnswers(NamedTuple):
+    """What experts answer to rows, not yet summed by these rows' shares."""
+
+    answers: torch.Tensor  # [rows, each, width]
+    chosen: torch.Tensor  # [rows, each]; a number that none of `count` experts has is left out
+    shares: torch.Tensor  # [rows, each]
+    count: int
+
+
 class Beside(NamedTuple):
     """Rows [rows, width] that are normed and added to others, and what norms that sum."""
 
@@ -101,11 +110,12 @@ class Beside(NamedTuple):
 class Sum(NamedTuple):
     """`rows` + `multiplier` * `added`, both [rows, width], that sum times `factor`; not yet computed.
 
-    What is added is normed before, where there is a norm for it; then come rows `beside`, if there are any.
+    What is added may be what experts answer, who are summed first. It is normed before, where there is a norm
+    for it; then come rows `beside`, if there are any.
     """
 
     rows: torch.Tensor
-    added: torch.Tensor
+    added: torch.Tensor | ExpertAnswers
     norm_of_added: RowNorm | None = None
     multiplier: float = 1.0
     factor: float = 1.0
@@ -186,12 +196,14 @@ def _launch(
 
     Only this norm may be centred.
     """
-    added, beside = (None, None) if of is None else (of.norm_of_added, of.beside)
-    norms = added, *((None, None) if beside is None else beside[1:]), by
+    norm_of_added, beside = (None, None) if of is None else (of.norm_of_added, of.beside)
+    norms = norm_of_added, *((None, None) if beside is None else beside[1:]), by
+    added: torch.Tensor | ExpertAnswers = rows if of is None else of.added
+    of_experts = added if isinstance(added, ExpertAnswers) else ExpertAnswers(added, rows, rows, 0)
     count, width = rows.shape
     norm_kernel[(count,)](
         rows,
-        rows if of is None else of.added,
+        *of_experts[:3],
         rows if beside is None else beside.rows,
         *(rows if each is None else each.weight for each in norms),
         *results,
@@ -199,10 +211,12 @@ def _launch(
         1.0 if of is None else of.factor,
         *(0.0 if each is None else each.variance_epsilon for each in norms),
         HAS_ADDED=of is not None,
-        NORMS_ADDED=added is not None,
+        NORMS_ADDED=norm_of_added is not None,
         HAS_BESIDE=beside is not None,
         HAS_NORM=by is not None,
         IS_CENTRED=by is not None and by.is_centred,
+        COUNT=of_experts.count,
+        EACH=added.answers.shape[1] if isinstance(added, ExpertAnswers) else 0,
         WIDTH=width,
         PADDED=triton.next_power_of_2(width),
         num_warps=warps_for(width),

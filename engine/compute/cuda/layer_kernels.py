@@ -30,9 +30,36 @@ def _centred(row, mask, WIDTH):
 
 
 @triton.jit
+def _summed_by_shares(
+    answers,
+    chosen,
+    shares,
+    row,
+    columns,
+    COUNT: tl.constexpr,
+    EACH: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Of `answers` [rows, EACH, WIDTH] a row's, summed by `shares` [rows, EACH] in float32.
+
+    They are added in the order in which it chose. A number that none of COUNT experts has is left out.
+    """
+    total = tl.zeros_like(columns).to(tl.float32)
+    for place in tl.static_range(EACH):
+        pair = row * EACH + place
+        expert = tl.load(chosen + pair)
+        mask = columns < tl.where((expert >= 0) & (expert < COUNT), WIDTH, 0)
+        answer = tl.load(answers + pair * WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
+        total += tl.where(mask, answer * tl.load(shares + pair).to(tl.float32), 0.0)
+    return total
+
+
+@triton.jit
 def norm_kernel(
     given,
     added,
+    chosen,
+    shares,
     beside,
     added_weight,
     beside_weight,
@@ -51,6 +78,8 @@ def norm_kernel(
     HAS_BESIDE: tl.constexpr,
     HAS_NORM: tl.constexpr,
     IS_CENTRED: tl.constexpr,
+    COUNT: tl.constexpr,
+    EACH: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
 ):
@@ -58,18 +87,24 @@ def norm_kernel(
 
     With HAS_ADDED it is that of `given` + `multiplier` * `added`, which goes to `total`, rounded as it is
     stored, and again when it is multiplied with `factor`. With NORMS_ADDED what is added is normed before.
+    With EACH that is what so many of COUNT experts answer to a row, [rows, EACH, WIDTH], summed by shares.
     With HAS_BESIDE that is `added` and `beside`, each normed, and their sum normed anew.
     With IS_CENTRED the mean of `given`, or of that sum, is taken off before it is normed (Ba et al. 2016).
     """
     columns = tl.arange(0, PADDED)
     mask = columns < WIDTH
-    places = tl.program_id(0).to(tl.int64) * WIDTH + columns
+    number = tl.program_id(0).to(tl.int64)
+    places = number * WIDTH + columns
     row = tl.load(given + places, mask=mask, other=0.0).to(tl.float32)
     if HAS_NORM:
         scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)  # on its way beside the row
     if HAS_ADDED:
-        more = tl.load(added + places, mask=mask, other=0.0).to(tl.float32)
         TYPE: tl.constexpr = total.dtype.element_ty
+        if EACH > 0:
+            more = _summed_by_shares(added, chosen, shares, number, columns, COUNT, EACH, WIDTH)
+            more = more.to(TYPE).to(tl.float32)  # as a sum of its own stores it
+        else:
+            more = tl.load(added + places, mask=mask, other=0.0).to(tl.float32)
         if NORMS_ADDED:
             more = _rounded_norm(more, added_weight, columns, mask, added_eps, WIDTH, TYPE)
         if HAS_BESIDE:
