@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ if not triton.knobs.runtime.interpret:
 from engine.compute.cuda import fused_experts  # noqa: E402
 from engine.compute.cuda.expert_layout import (  # noqa: E402
     FEW_ROWS,
+    MOST_FOUND,
     ExpertShape,
     layout_for,
     rows_of_each_layout,
@@ -206,7 +208,7 @@ def crowded(kind: str, count: int) -> torch.Tensor:
 def test_pairs_are_sorted_by_their_experts(count: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each one's stay in their order, and each is in one tile of its expert."""
     monkeypatch.setattr(fused_experts, "_SORTED", 64)
-    layout = layout_for(count, EACH, ExpertShape(6, 64, 32))
+    layout = replace(layout_for(count, EACH, ExpertShape(6, 64, 32)), most_found=0)
     chosen = crowded(kind, count)
     routes = route(chosen, layout, 6)
     asked = chosen.flatten().tolist()
@@ -220,17 +222,34 @@ def test_pairs_are_sorted_by_their_experts(count: int, kind: str, monkeypatch: p
     assert slots == list(range(len(expected)))
 
 
-def test_a_call_is_four_launches_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["any", "one expert", "the last one", "some are none's"])
+@pytest.mark.parametrize("count", [1, 6, MOST_FOUND // EACH])
+def test_few_pairs_are_found_as_many_are_sorted(
+    count: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     experts = FusedExperts(experts_of(Mixture.random(64, 32, torch.float32)))
-    count = LaunchCount()
+    rows, _, shares = random_rows(count, 64, torch.float32)
+    found = experts(rows, crowded(kind, count), shares)
+    sorting = replace(layout_for(count, EACH, experts.shape), most_found=0)
+    monkeypatch.setattr(fused_experts, "layout_for", lambda *_: sorting)
+    assert torch.equal(found, experts(rows, crowded(kind, count), shares)) and found.any()
+
+
+@pytest.mark.parametrize("count", [1, MOST_FOUND // EACH, MOST_FOUND // EACH + 1])
+def test_a_call_is_four_launches_or_of_few_pairs_three_and_waits_for_nothing(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = FusedExperts(experts_of(Mixture.random(64, 32, torch.float32)))
+    launches = LaunchCount()
     names = [name for name in vars(fused_experts) if name.endswith("_kernel")]
     for name in names:
-        monkeypatch.setattr(fused_experts, name, CountedKernel(name, count))
+        monkeypatch.setattr(fused_experts, name, CountedKernel(name, launches))
     monkeypatch.setattr("tests.support.launches._FREE", ("empty", "new_empty"))  # a wait is counted, too
-    rows = random_rows(20, 64, torch.float32)
-    ours = run_counted(count, lambda: experts(*rows))
-    assert ours == ["route_kernel", "expert_gate_kernel", "expert_down_kernel", "expert_sum_kernel"]
-    assert sorted(ours) == sorted(names)
+    rows = random_rows(count, 64, torch.float32)
+    ours = run_counted(launches, lambda: experts(*rows))
+    route_alone = ["route_kernel"] if count * EACH > MOST_FOUND else []
+    assert ours == [*route_alone, "expert_gate_kernel", "expert_down_kernel", "expert_sum_kernel"]
+    assert {*ours, "route_kernel"} == set(names)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -69,9 +69,9 @@ FAMILIES = {
     "cohere2": (9, 30),
     "gemma4": (13, 55),
     "gemma4 of values that are keys": (9, 55),
-    "gemma4 with experts": (16, 100),
-    "qwen3_moe": (11, 35),
-    "gpt_oss": (11, 35),
+    "gemma4 with experts": (15, 100),
+    "qwen3_moe": (10, 35),
+    "gpt_oss": (10, 35),
 }
 # Gemma 4's large models: their layers are given nothing alone.
 LARGE_GEMMA4 = "gemma4 of values that are keys"

@@ -399,7 +399,7 @@ def compile_coded(capability: int) -> Iterator[tuple[str, tuple[int, int, int]]]
 # Experts of Qwen3-30B-A3B, of gpt-oss, some gated by GELU, and Nemotron 3 Nano's, without gates: with how
 # many of them a row goes through, and by how many rows.
 MIXTURES = (
-    (ExpertShape(128, 2048, 768), 8, "bf16", (1, 512, 4096)),
+    (ExpertShape(128, 2048, 768), 8, "bf16", (1, 64, 512, 4096)),
     (ExpertShape(128, 2048, 768), 8, "fp32", (1, 4096)),
     (ExpertShape(32, 2880, 2880, 1.702, 7.0), 4, "bf16", (1,)),
     (ExpertShape(128, 2816, 704, activation=Activation.GELU_TANH), 8, "bf16", (1, 4096)),
@@ -431,7 +431,7 @@ def compile_experts(capability: int) -> Iterator[tuple[str, tuple[int, int, int]
             ):
                 constants = given | more | {"STEP": step_of(width, ITEM_BYTES[dtype], layout)}
                 taken = compile_kernel(kernel, dtype, constants, capability, types, **options)
-                yield f"{name}, {kernel.__name__}, tiles of {layout.rows}", taken
+                yield f"{name}, {kernel.__name__}, tiles of {layout.rows}, {count} rows", taken
         constants = {"COUNT": shape.count, "EACH": each, "HIDDEN": shape.hidden, "CHUNKS": 4, "CHUNK": 1024}
         yield f"{name} summed", compile_kernel(expert_sum_kernel, dtype, constants, capability, types)
         constants = {"COUNT": shape.count, "ROWS": 16, "CHUNK": 1024}

@@ -1,9 +1,10 @@
 """The device code of a mixture, in Triton: who is chosen, whose rows are whose, two products, a weighted sum.
 
-Rows are sorted by the expert that they go through and multiplied tile by tile, as in Gale et al. 2022
-("MegaBlocks"). What is launched follows from the number of rows alone, so that a CUDA graph can hold it: who
-chose whom is read on the device. A number that no expert has is left out. Weights stand to the left, as in
-`coded_kernels`, and each sum goes through its inputs in their order: a row has the same bits in any company.
+Rows are sorted by the expert that they go through, unless they are few, and multiplied tile by tile, as in
+Gale et al. 2022 ("MegaBlocks"). What is launched follows from the number of rows alone, so that a CUDA graph
+can hold it: who chose whom is read on the device. A number that no expert has is left out. Weights stand to
+the left, as in `coded_kernels`, and each sum goes through its inputs in their order: a row has the same bits
+in any company.
 """
 
 from __future__ import annotations
@@ -181,10 +182,36 @@ def route_kernel(
 
 
 @triton.jit
-def _tile_at(tiles, tile):
-    """A tile's expert, its first pair, and where the expert's pairs end."""
-    words = tiles + tile * _WORDS
-    return tl.load(words).to(tl.int64), tl.load(words + 1), tl.load(words + 2)
+def _tile_at(chosen, tiles, tile, num_tiles, COUNT: tl.constexpr, LAYOUT: tl.constexpr):
+    """A tile's expert, its first pair, and where the expert's pairs end; of found ones, among these alone."""
+    MOST: tl.constexpr = LAYOUT.most_found
+    if MOST > 0:
+        pairs = tl.arange(0, MOST)
+        own = tl.load(chosen + tile)
+        is_own = _experts_at(chosen, pairs, num_tiles, COUNT) == own
+        first = tl.sum((is_own & (pairs < tile)).to(tl.int32), 0)
+        last = tl.sum(is_own.to(tl.int32), 0)
+        begins = (first % LAYOUT.rows == 0) & (own >= 0) & (own < COUNT)
+        expert, last = own.to(tl.int64), tl.where(begins, last, first)
+    else:
+        words = tiles + tile * _WORDS
+        expert, first, last = tl.load(words).to(tl.int64), tl.load(words + 1), tl.load(words + 2)
+    return expert, first, last
+
+
+@triton.jit
+def _pairs_at(chosen, order, expert, slots, is_row, num_tiles, COUNT: tl.constexpr, LAYOUT: tl.constexpr):
+    """The numbers of an expert's pairs at `slots` [ROWS], which `_tile_at` told."""
+    MOST: tl.constexpr = LAYOUT.most_found
+    if MOST > 0:
+        pairs = tl.arange(0, MOST)
+        is_own = _experts_at(chosen, pairs, num_tiles, COUNT) == expert
+        ranks = tl.cumsum(is_own.to(tl.int32), 0) - 1
+        is_there = is_own[None, :] & (ranks[None, :] == slots[:, None])  # [ROWS, pairs]
+        found = tl.sum(tl.where(is_there, pairs[None, :], 0), 1)
+    else:
+        found = tl.load(order + slots, mask=is_row, other=0)
+    return found
 
 
 @triton.jit
@@ -227,6 +254,7 @@ def expert_gate_kernel(
     x,
     weights,
     biases,
+    chosen,
     order,
     tiles,
     activated,
@@ -239,10 +267,12 @@ def expert_gate_kernel(
     """Gates and ups of a tile of pairs, and what the one makes of the other; grid (tiles * tiles of gates).
 
     Of rows `x` [rows, hidden] each has EACH pairs, one behind the other. `weights` are [count, 2 * width,
-    hidden], `biases` [count, 2 * width]. `activated` [pairs, width] is written in the pairs' order. Experts
-    without gates have half the weights, and what these make of a row stands for a gate.
+    hidden], `biases` [count, 2 * width]. `activated` [pairs, width] is written in the order in which pairs
+    are sorted; found ones lie at their numbers. Experts without gates have half the weights, and what these
+    make of a row stands for a gate.
     """
-    expert, first, last = _tile_at(tiles, tl.program_id(0) % num_tiles)
+    tile = tl.program_id(0) % num_tiles
+    expert, first, last = _tile_at(chosen, tiles, tile, num_tiles, SHAPE.count, LAYOUT)
     if first >= last:
         return
     ROWS: tl.constexpr = LAYOUT.rows
@@ -251,7 +281,7 @@ def expert_gate_kernel(
     EVEN: tl.constexpr = SHAPE.hidden % STEP == 0
     slots = first + tl.arange(0, ROWS)
     is_row = slots < last
-    rows = tl.load(order + slots, mask=is_row, other=0) // EACH
+    pairs = _pairs_at(chosen, order, expert, slots, is_row, num_tiles, SHAPE.count, LAYOUT)
     outs = tl.program_id(0) // num_tiles * GATES + tl.arange(0, GATES)
     gates = weights + expert * (SHAPE.num_first * WIDTH * SHAPE.hidden)
     ups = gates + WIDTH * SHAPE.hidden
@@ -259,7 +289,7 @@ def expert_gate_kernel(
     up = tl.zeros([GATES, ROWS], tl.float32)
     for column in tl.range(0, SHAPE.hidden, STEP):
         columns = column + tl.arange(0, STEP)
-        inputs = _inputs_at(x, rows, is_row, columns, SHAPE.hidden, EVEN)
+        inputs = _inputs_at(x, pairs // EACH, is_row, columns, SHAPE.hidden, EVEN)
         numbers = _weights_at(gates, outs, WIDTH, columns, SHAPE.hidden, EVEN)
         gate = tl.dot(numbers, inputs, gate, input_precision="ieee")
         if SHAPE.is_gated:
@@ -272,7 +302,8 @@ def expert_gate_kernel(
     kind: tl.constexpr = activated.dtype.element_ty
     gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)  # as products are rounded
     result = _gated(gate, up, SHAPE) if SHAPE.is_gated else _activated(gate, SHAPE)
-    targets = activated + slots.to(tl.int64)[None, :] * WIDTH + outs[:, None]
+    places = pairs if LAYOUT.most_found > 0 else slots
+    targets = activated + places.to(tl.int64)[None, :] * WIDTH + outs[:, None]
     tl.store(targets, result.to(kind), mask=(outs < WIDTH)[:, None] & is_row[None, :])
 
 
@@ -281,6 +312,7 @@ def expert_down_kernel(
     activated,
     weights,
     biases,
+    chosen,
     order,
     tiles,
     answers,
@@ -291,10 +323,11 @@ def expert_down_kernel(
 ):
     """What experts answer to a tile of pairs; grid (tiles * tiles of outputs).
 
-    `activated` is [pairs, width] in the pairs' order, `weights` [count, hidden, width], `biases` [count,
-    hidden]. `answers` [pairs, hidden] has each pair at its number.
+    `activated` is [pairs, width] as `expert_gate_kernel` leaves it, `weights` [count, hidden, width] and
+    `biases` [count, hidden]. `answers` [pairs, hidden] has each pair at its number.
     """
-    expert, first, last = _tile_at(tiles, tl.program_id(0) % num_tiles)
+    tile = tl.program_id(0) % num_tiles
+    expert, first, last = _tile_at(chosen, tiles, tile, num_tiles, SHAPE.count, LAYOUT)
     if first >= last:
         return
     ROWS: tl.constexpr = LAYOUT.rows
@@ -303,19 +336,20 @@ def expert_down_kernel(
     EVEN: tl.constexpr = SHAPE.width % STEP == 0
     slots = first + tl.arange(0, ROWS)
     is_row = slots < last
+    pairs = _pairs_at(chosen, order, expert, slots, is_row, num_tiles, SHAPE.count, LAYOUT)
+    places = pairs if LAYOUT.most_found > 0 else slots
     outs = tl.program_id(0) // num_tiles * OUTS + tl.arange(0, OUTS)
     own = weights + expert * (HIDDEN * SHAPE.width)
     total = tl.zeros([OUTS, ROWS], tl.float32)
     for column in tl.range(0, SHAPE.width, STEP):
         columns = column + tl.arange(0, STEP)
-        inputs = _inputs_at(activated, slots, is_row, columns, SHAPE.width, EVEN)
+        inputs = _inputs_at(activated, places, is_row, columns, SHAPE.width, EVEN)
         numbers = _weights_at(own, outs, HIDDEN, columns, SHAPE.width, EVEN)
         total = tl.dot(numbers, inputs, total, input_precision="ieee")
     if SHAPE.is_limited:
         bias = tl.load(biases + expert * HIDDEN + outs, mask=outs < HIDDEN, other=0.0)
         total += bias.to(tl.float32)[:, None]
-    pairs = tl.load(order + slots, mask=is_row, other=0).to(tl.int64)
-    targets = answers + pairs[None, :] * HIDDEN + outs[:, None]
+    targets = answers + pairs.to(tl.int64)[None, :] * HIDDEN + outs[:, None]
     tl.store(targets, total.to(answers.dtype.element_ty), mask=(outs < HIDDEN)[:, None] & is_row[None, :])
 
 

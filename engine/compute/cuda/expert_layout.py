@@ -8,6 +8,9 @@ from engine.compute.native.records import Activation
 
 # Rows up to which the tiles are always the same: what a row's bits are cannot depend on who is beside it.
 FEW_ROWS = 64
+# Pairs of a row and an expert up to which each tile's program finds its own among all, by its own numbers: so
+# they need not be sorted in a launch before. Of more it would read and compare for longer. Not yet measured.
+MOST_FOUND = 128
 # The rows of a tile, and up to how many rows of an expert, on average, it is the one to take: less of a small
 # tile is empty, a large one reads the weights fewer times. Not yet measured.
 _ROWS_UP_TO = ((16, 16.0), (64, 96.0), (128, float("inf")))
@@ -72,20 +75,27 @@ class ExpertLayout:
     """A tile of `rows` rows by `outs` outputs of one expert; of gates it is half of them, and their ups.
 
     `num_warps` groups of 32 threads work on it; `num_stages` steps of weights and inputs are on their way.
+    With `most_found` there are no more pairs of a row and an expert, and none is sorted: a tile begins at
+    each pair whose expert has a multiple of `rows` before it.
     """
 
     rows: int
     outs: int
     num_warps: int
     num_stages: int
+    most_found: int = 0
 
     def num_tiles(self, num_pairs: int, count: int) -> int:
         """How many tiles so many pairs of a row and an expert can need at most, whoever chose which."""
+        if self.most_found:
+            return num_pairs
         return num_pairs // self.rows + min(count, num_pairs)
 
 
 def layout_for(num_rows: int, each: int, shape: ExpertShape) -> ExpertLayout:
     """That of `num_rows` rows which go through `each` experts."""
+    if num_rows <= _most_rows_found(each):
+        return _FOUND
     mean = num_rows * each / shape.count
     rows = next(rows for rows, most in _ROWS_UP_TO if num_rows <= FEW_ROWS or mean <= most)
     return _LAYOUTS[rows]
@@ -99,10 +109,17 @@ def step_of(width: int, itemsize: int, layout: ExpertLayout) -> int:
 
 def rows_of_each_layout(each: int, shape: ExpertShape) -> tuple[int, ...]:
     """The fewest rows that have each of the layouts."""
+    found = _most_rows_found(each)
     ends = (max(FEW_ROWS, int(most * shape.count / each)) for _, most in _ROWS_UP_TO[:-1])
-    return (1, *(end + 1 for end in ends))
+    return tuple(sorted({1, found + 1, *(end + 1 for end in ends)}))
 
 
+def _most_rows_found(each: int) -> int:
+    """Of so many experts each, the most whose pairs are found and not sorted."""
+    return min(FEW_ROWS, MOST_FOUND // each)
+
+
+_FOUND = ExpertLayout(16, 64, num_warps=4, num_stages=4, most_found=MOST_FOUND)
 _LAYOUTS = {
     16: ExpertLayout(16, 64, num_warps=4, num_stages=4),
     64: ExpertLayout(64, 128, num_warps=4, num_stages=3),

@@ -1,4 +1,4 @@
-"""FusedExperts: a mixture's experts in four launches or three, whose sizes follow from the number of rows."""
+"""FusedExperts: a mixture's experts in two to four launches, whose sizes follow from the number of rows."""
 
 from __future__ import annotations
 
@@ -40,8 +40,12 @@ _ALIGNED = 4  # words: where tensors begin on their multiples, Triton compiles f
 
 
 class Routes(NamedTuple):
-    """The pairs of rows and experts, sorted by these, in tiles of a layout: what `route_kernel` writes."""
+    """The pairs of rows and experts in tiles of a layout: what `route_kernel` writes.
 
+    Where pairs are found and not sorted nothing is written, and `order` and `tiles` are not read.
+    """
+
+    chosen: torch.Tensor  # [rows, each]
     order: torch.Tensor  # int32 [pairs]
     tiles: torch.Tensor  # int32 [tiles, 3]
 
@@ -93,14 +97,15 @@ class FusedExperts(nn.Module):
         count, each = chosen.shape
         layout = layout_for(count, each, self.shape)
         routes = route(chosen, layout, self.shape.count)
-        activated = self._activated(rows, each, routes, layout)
+        activated = self._activated(rows, routes, layout)
         answers = self._answers(activated, routes, layout).view(count, each, -1)
         return ExpertAnswers(answers, chosen, shares, self.shape.count)
 
-    def _activated(self, rows: torch.Tensor, each: int, routes: Routes, layout: ExpertLayout) -> torch.Tensor:
-        """What goes through the second product, [pairs, width] in the order of pairs."""
-        shape, num_tiles = self.shape, len(routes.tiles)
-        activated = rows.new_empty(len(routes.order), shape.width)
+    def _activated(self, rows: torch.Tensor, routes: Routes, layout: ExpertLayout) -> torch.Tensor:
+        """What goes through the second product, [pairs, width] as these are sorted, or by their numbers."""
+        shape, num_pairs = self.shape, routes.chosen.numel()
+        num_tiles = layout.num_tiles(num_pairs, shape.count)
+        activated = rows.new_empty(num_pairs, shape.width)
         expert_gate_kernel[(num_tiles * triton.cdiv(shape.width, layout.outs // shape.num_first),)](
             rows,
             self.gate_up_proj,
@@ -108,7 +113,7 @@ class FusedExperts(nn.Module):
             *routes,
             activated,
             num_tiles,
-            EACH=each,
+            EACH=routes.chosen.shape[1],
             SHAPE=shape,
             LAYOUT=layout,
             STEP=step_of(shape.hidden, rows.itemsize, layout),
@@ -119,7 +124,8 @@ class FusedExperts(nn.Module):
 
     def _answers(self, activated: torch.Tensor, routes: Routes, layout: ExpertLayout) -> torch.Tensor:
         """What experts answer, [pairs, hidden] by the pairs' numbers."""
-        shape, num_tiles = self.shape, len(routes.tiles)
+        shape = self.shape
+        num_tiles = layout.num_tiles(len(activated), shape.count)
         answers = activated.new_empty(len(activated), shape.hidden)
         expert_down_kernel[(num_tiles * triton.cdiv(shape.hidden, layout.outs),)](
             activated,
@@ -138,15 +144,15 @@ class FusedExperts(nn.Module):
 
 
 def route(chosen: torch.Tensor, layout: ExpertLayout, count: int) -> Routes:
-    """The pairs of `chosen` [N, each], of `count` experts, in tiles of a layout, in one launch."""
+    """The pairs of `chosen` [N, each], of `count` experts, in tiles of a layout, in one launch or none."""
+    if layout.most_found:
+        return Routes(chosen, chosen, chosen)
     num_pairs = chosen.numel()
     num_tiles = layout.num_tiles(num_pairs, count)
     first = triton.cdiv(num_pairs, _ALIGNED) * _ALIGNED
     words = torch.empty(first + 3 * num_tiles, dtype=torch.int32, device=chosen.device)
-    routes = Routes(words[:num_pairs], words[first:].view(num_tiles, 3))
-    route_kernel[(count,)](
-        chosen, *routes, num_pairs, num_tiles, COUNT=count, ROWS=layout.rows, CHUNK=_SORTED
-    )
+    routes = Routes(chosen, words[:num_pairs], words[first:].view(num_tiles, 3))
+    route_kernel[(count,)](*routes, num_pairs, num_tiles, COUNT=count, ROWS=layout.rows, CHUNK=_SORTED)
     return routes
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from engine.compute.cuda.expert_layout import (
     FEW_ROWS,
+    MOST_FOUND,
     ExpertShape,
     layout_for,
     rows_of_each_layout,
@@ -23,8 +24,18 @@ def test_few_rows_are_all_multiplied_in_the_same_tiles(shape: ExpertShape, each:
 @pytest.mark.parametrize(("shape", "each"), SHAPES)
 def test_each_layout_begins_where_it_is_said_to(shape: ExpertShape, each: int) -> None:
     fewest = rows_of_each_layout(each, shape)
-    assert [layout_for(count, each, shape).rows for count in fewest] == [16, 64, 128]
-    assert [layout_for(count - 1, each, shape).rows for count in fewest[1:]] == [16, 64]
+    layouts = [layout_for(count, each, shape) for count in fewest]
+    assert len({*layouts}) == len(layouts)
+    assert [layout_for(count - 1, each, shape) for count in fewest[1:]] == layouts[:-1]
+    assert layouts[-1] == layout_for(1_000_000, each, shape)
+
+
+@pytest.mark.parametrize(("shape", "each"), SHAPES)
+def test_few_pairs_need_no_sorting_and_begin_a_tile_each(shape: ExpertShape, each: int) -> None:
+    most = min(FEW_ROWS, MOST_FOUND // each)
+    found, sorting = (layout_for(count, each, shape) for count in (most, most + 1))
+    assert found.most_found == MOST_FOUND and not sorting.most_found
+    assert found.num_tiles(most * each, shape.count) == most * each
 
 
 def test_a_tile_takes_whole_lines_of_weights_at_a_time() -> None:
