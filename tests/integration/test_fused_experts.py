@@ -159,8 +159,11 @@ def test_what_sums_answers_with_other_rows_does_what_a_sum_of_their_own_does(
     ):
         for next_norm in (None, by):
             expected, found = (each.computed(next_norm) for each in (of, of._replace(added=answers)))
-            assert torch.equal(found[0], expected[0])
-            assert next_norm is None or torch.equal(found[1], expected[1])
+            for found_one, expected_one in zip(found, expected, strict=True):
+                if expected_one is None:
+                    assert next_norm is None and found_one is None
+                else:
+                    assert found_one is not None and torch.equal(found_one, expected_one)
 
 
 def test_nothing_is_the_answer_to_no_rows() -> None:

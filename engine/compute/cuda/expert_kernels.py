@@ -56,10 +56,10 @@ def choose_kernel(
 ):
     """Experts for a row of `logits` [rows, count] as CHOICE says, and their shares; grid (rows).
 
-    Both go to [rows, each], the highest first, and of equal ones that with the lowest number. `biases`
-    [count] are added to what is compared, not to shares; these are multiplied with `scales` [count]. GROUPS,
-    SIZE and PLACES are powers of two that hold the groups, the experts of one, and those chosen. A number
-    that is NaN shows in the shares.
+    Both go to [rows, each], the highest first, and of equal ones that with the lowest number; behind them
+    come the experts that all rows go through. `biases` [count] are added to what is compared, not to shares;
+    these are multiplied with `scales` [count]. GROUPS, SIZE and PLACES are powers of two that hold the
+    groups, the experts of one, and those of a row. A number that is NaN shows in the shares.
     """
     row = tl.program_id(0).to(tl.int64)
     groups, places = tl.arange(0, GROUPS)[:, None], tl.arange(0, SIZE)[None, :]
@@ -94,10 +94,14 @@ def choose_kernel(
     if CHOICE.is_normed:
         shares_of = shares_of / (tl.sum(shares_of, 0) + CHOICE.least)
     shares_of = shares_of * CHOICE.factor
-    is_slot = slots < CHOICE.each
+    is_chosen = slots < CHOICE.each
     if HAS_SCALES:
-        shares_of = shares_of * tl.load(scales + numbers_of, mask=is_slot, other=0.0).to(tl.float32)
-    targets = row * CHOICE.each + slots
+        shares_of = shares_of * tl.load(scales + numbers_of, mask=is_chosen, other=0.0).to(tl.float32)
+    numbers_of = tl.where(is_chosen, numbers_of, CHOICE.count + slots - CHOICE.each)
+    shares_of = tl.where(is_chosen, shares_of, 1.0)
+    EACH: tl.constexpr = CHOICE.each + CHOICE.num_shared
+    is_slot = slots < EACH
+    targets = row * EACH + slots
     tl.store(chosen + targets, numbers_of, mask=is_slot)
     tl.store(shares + targets, shares_of.to(shares.dtype.element_ty), mask=is_slot)
 
@@ -215,12 +219,12 @@ def _pairs_at(chosen, order, expert, slots, is_row, num_tiles, COUNT: tl.constex
 
 
 @triton.jit
-def _weights_at(weights, outs, num_outs, columns, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    """A tile [OUTS, STEP] of weights [outputs, WIDTH]; 0 behind the last."""
+def _weights_at(weights, outs, num_outs, columns, apart, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """A tile [OUTS, STEP] of weights [outputs, WIDTH], whose rows lie `apart`; 0 behind the last."""
     mask = (outs < num_outs)[:, None]
     if not EVEN:
         mask = mask & (columns < WIDTH)[None, :]
-    return tl.load(weights + outs.to(tl.int64)[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0)
+    return tl.load(weights + outs.to(tl.int64)[:, None] * apart + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -252,7 +256,9 @@ def _gated(gate, up, SHAPE: tl.constexpr):
 @triton.jit(do_not_specialize=["num_tiles"])
 def expert_gate_kernel(
     x,
+    shared_x,
     weights,
+    shared_weights,
     biases,
     chosen,
     order,
@@ -269,10 +275,11 @@ def expert_gate_kernel(
     Of rows `x` [rows, hidden] each has EACH pairs, one behind the other. `weights` are [count, 2 * width,
     hidden], `biases` [count, 2 * width]. `activated` [pairs, width] is written in the order in which pairs
     are sorted; found ones lie at their numbers. Experts without gates have half the weights, and what these
-    make of a row stands for a gate.
+    make of a row stands for a gate. Those that all rows go through are given `shared_x` and have
+    `shared_weights`: all their gates, then all their ups.
     """
     tile = tl.program_id(0) % num_tiles
-    expert, first, last = _tile_at(chosen, tiles, tile, num_tiles, SHAPE.count, LAYOUT)
+    expert, first, last = _tile_at(chosen, tiles, tile, num_tiles, SHAPE.num_experts, LAYOUT)
     if first >= last:
         return
     ROWS: tl.constexpr = LAYOUT.rows
@@ -281,19 +288,25 @@ def expert_gate_kernel(
     EVEN: tl.constexpr = SHAPE.hidden % STEP == 0
     slots = first + tl.arange(0, ROWS)
     is_row = slots < last
-    pairs = _pairs_at(chosen, order, expert, slots, is_row, num_tiles, SHAPE.count, LAYOUT)
+    pairs = _pairs_at(chosen, order, expert, slots, is_row, num_tiles, SHAPE.num_experts, LAYOUT)
     outs = tl.program_id(0) // num_tiles * GATES + tl.arange(0, GATES)
     gates = weights + expert * (SHAPE.num_first * WIDTH * SHAPE.hidden)
     ups = gates + WIDTH * SHAPE.hidden
+    if SHAPE.num_shared > 0:
+        is_shared = expert >= SHAPE.count
+        own = shared_weights + (expert - SHAPE.count) * (WIDTH * SHAPE.hidden)
+        gates = tl.where(is_shared, own, gates)
+        ups = tl.where(is_shared, own + SHAPE.num_shared * WIDTH * SHAPE.hidden, ups)
+        x = tl.where(is_shared, shared_x, x)
     gate = tl.zeros([GATES, ROWS], tl.float32)
     up = tl.zeros([GATES, ROWS], tl.float32)
     for column in tl.range(0, SHAPE.hidden, STEP):
         columns = column + tl.arange(0, STEP)
         inputs = _inputs_at(x, pairs // EACH, is_row, columns, SHAPE.hidden, EVEN)
-        numbers = _weights_at(gates, outs, WIDTH, columns, SHAPE.hidden, EVEN)
+        numbers = _weights_at(gates, outs, WIDTH, columns, SHAPE.hidden, SHAPE.hidden, EVEN)
         gate = tl.dot(numbers, inputs, gate, input_precision="ieee")
         if SHAPE.is_gated:
-            numbers = _weights_at(ups, outs, WIDTH, columns, SHAPE.hidden, EVEN)
+            numbers = _weights_at(ups, outs, WIDTH, columns, SHAPE.hidden, SHAPE.hidden, EVEN)
             up = tl.dot(numbers, inputs, up, input_precision="ieee")
     if SHAPE.is_limited:
         own = biases + expert * (2 * WIDTH) + outs
@@ -311,6 +324,7 @@ def expert_gate_kernel(
 def expert_down_kernel(
     activated,
     weights,
+    shared_weights,
     biases,
     chosen,
     order,
@@ -324,10 +338,11 @@ def expert_down_kernel(
     """What experts answer to a tile of pairs; grid (tiles * tiles of outputs).
 
     `activated` is [pairs, width] as `expert_gate_kernel` leaves it, `weights` [count, hidden, width] and
-    `biases` [count, hidden]. `answers` [pairs, hidden] has each pair at its number.
+    `biases` [count, hidden]. `answers` [pairs, hidden] has each pair at its number. Of experts that all rows
+    go through `shared_weights` are [hidden, num_shared * width].
     """
     tile = tl.program_id(0) % num_tiles
-    expert, first, last = _tile_at(chosen, tiles, tile, num_tiles, SHAPE.count, LAYOUT)
+    expert, first, last = _tile_at(chosen, tiles, tile, num_tiles, SHAPE.num_experts, LAYOUT)
     if first >= last:
         return
     ROWS: tl.constexpr = LAYOUT.rows
@@ -336,15 +351,20 @@ def expert_down_kernel(
     EVEN: tl.constexpr = SHAPE.width % STEP == 0
     slots = first + tl.arange(0, ROWS)
     is_row = slots < last
-    pairs = _pairs_at(chosen, order, expert, slots, is_row, num_tiles, SHAPE.count, LAYOUT)
+    pairs = _pairs_at(chosen, order, expert, slots, is_row, num_tiles, SHAPE.num_experts, LAYOUT)
     places = pairs if LAYOUT.most_found > 0 else slots
     outs = tl.program_id(0) // num_tiles * OUTS + tl.arange(0, OUTS)
-    own = weights + expert * (HIDDEN * SHAPE.width)
+    own, apart = weights + expert * (HIDDEN * SHAPE.width), SHAPE.width
+    if SHAPE.num_shared > 0:
+        is_shared = expert >= SHAPE.count
+        own = tl.where(is_shared, shared_weights + (expert - SHAPE.count) * SHAPE.width, own)
+        if SHAPE.num_shared > 1:
+            apart = tl.where(is_shared, SHAPE.num_shared * SHAPE.width, SHAPE.width)
     total = tl.zeros([OUTS, ROWS], tl.float32)
     for column in tl.range(0, SHAPE.width, STEP):
         columns = column + tl.arange(0, STEP)
         inputs = _inputs_at(activated, places, is_row, columns, SHAPE.width, EVEN)
-        numbers = _weights_at(own, outs, HIDDEN, columns, SHAPE.width, EVEN)
+        numbers = _weights_at(own, outs, HIDDEN, columns, apart, SHAPE.width, EVEN)
         total = tl.dot(numbers, inputs, total, input_precision="ieee")
     if SHAPE.is_limited:
         bias = tl.load(biases + expert * HIDDEN + outs, mask=outs < HIDDEN, other=0.0)
@@ -368,5 +388,5 @@ def expert_sum_kernel(
     """Each row's `answers` [rows, EACH, HIDDEN], summed by `shares` [rows, EACH]; grid (rows * CHUNKS)."""
     row = (tl.program_id(0) // CHUNKS).to(tl.int64)
     outs = tl.program_id(0) % CHUNKS * CHUNK + tl.arange(0, CHUNK)
-    total = _summed_by_shares(answers, chosen, shares, row, outs, COUNT, EACH, HIDDEN)
+    total = _summed_by_shares(answers, chosen, shares, row * EACH, outs, COUNT, EACH, HIDDEN)
     tl.store(summed + row * HIDDEN + outs, total.to(summed.dtype.element_ty), mask=outs < HIDDEN)

@@ -25,6 +25,9 @@ class ExpertShape:
     gates and ups have biases and are kept within it, as gpt-oss's: gate * sigmoid(alpha * gate) * (up + 1);
     0 is no limit, no bias, and activation(gate) * up. Unless `is_gated` there are [width, hidden] alone, and
     activation(up).
+
+    Beside them may be `num_shared` that all rows go through, as wide, with gates and without limits. They are
+    numbered behind the others.
     """
 
     count: int
@@ -34,6 +37,12 @@ class ExpertShape:
     limit: float = 0.0
     activation: Activation = Activation.SILU
     is_gated: bool = True
+    num_shared: int = 0
+
+    @property
+    def num_experts(self) -> int:
+        """How many there are with those that all rows go through."""
+        return self.count + self.num_shared
 
     @property
     def num_first(self) -> int:
@@ -52,7 +61,8 @@ class Choice:
 
     A score is a softmax over all, or with `by_sigmoid` each number's own sigmoid. The highest are chosen. Of
     `num_groups` of equally many neighbours only the `kept_groups` with the highest sums of two count. Shares
-    are scores, over their sum and `least` where `is_normed`, times `factor`.
+    are scores, over their sum and `least` where `is_normed`, times `factor`. After them come `num_shared`
+    that all rows go through, numbered from `count` on, with shares of one.
     """
 
     count: int
@@ -63,6 +73,7 @@ class Choice:
     kept_groups: int = 1
     least: float = 0.0
     factor: float = 1.0
+    num_shared: int = 0
 
     @property
     def size(self) -> int:
@@ -96,7 +107,7 @@ def layout_for(num_rows: int, each: int, shape: ExpertShape) -> ExpertLayout:
     """That of `num_rows` rows which go through `each` experts."""
     if num_rows <= _most_rows_found(each):
         return _FOUND
-    mean = num_rows * each / shape.count
+    mean = num_rows * each / shape.num_experts
     rows = next(rows for rows, most in _ROWS_UP_TO if num_rows <= FEW_ROWS or mean <= most)
     return _LAYOUTS[rows]
 
@@ -110,7 +121,7 @@ def step_of(width: int, itemsize: int, layout: ExpertLayout) -> int:
 def rows_of_each_layout(each: int, shape: ExpertShape) -> tuple[int, ...]:
     """The fewest rows that have each of the layouts."""
     found = _most_rows_found(each)
-    ends = (max(FEW_ROWS, int(most * shape.count / each)) for _, most in _ROWS_UP_TO[:-1])
+    ends = (max(FEW_ROWS, int(most * shape.num_experts / each)) for _, most in _ROWS_UP_TO[:-1])
     return tuple(sorted({1, found + 1, *(end + 1 for end in ends)}))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +35,7 @@ from engine.compute.native.families import (
 from engine.compute.native.modules import activation_of
 from engine.compute.native.observation import Seen
 from engine.compute.native.places import is_unhooked
+from engine.compute.native.records import Activation
 
 _SORTED = 1024  # pairs that a program sorts at a time
 _SUMMED = 1024  # outputs that a program sums
@@ -50,6 +53,13 @@ class Routes(NamedTuple):
     tiles: torch.Tensor  # int32 [tiles, 3]
 
 
+class Shared(NamedTuple):
+    """Weights of experts that all rows go through, as of one that is as wide as all of them."""
+
+    gate_up: torch.Tensor  # [2 * num_shared * width, hidden], gates first
+    down: torch.Tensor  # [hidden, num_shared * width]
+
+
 class FusedExperts(nn.Module):
     """The experts of `original`, equal to them up to rounding: down(act(gate(x)) * up(x)) by shares summed.
 
@@ -65,6 +75,23 @@ class FusedExperts(nn.Module):
         self.gate_up_proj, self.down_proj = weights.gate_up, weights.down
         self.gate_up_bias, self.down_bias = weights.gate_up_bias, weights.down_bias
         self.shape = weights.shape
+        self.shared: Shared | None = None
+
+    def with_shared(self, gate_up: nn.Module, down: nn.Module, activation: Activation) -> FusedExperts | None:
+        """They and, numbered behind them, those that an MLP is, which all rows go through.
+
+        None unless it is as wide as some of them together, and activated as they are. Its weights stay.
+        """
+        shape = self.shape
+        if type(gate_up) is not nn.Linear or type(down) is not nn.Linear or gate_up.bias is not None:
+            return None
+        num_shared, rest = divmod(down.in_features, shape.width)
+        if rest or not shape.is_gated or shape.is_limited or activation != shape.activation:
+            return None
+        made = copy.copy(self)
+        made.shape = replace(shape, num_shared=num_shared)
+        made.shared = Shared(gate_up.weight, down.weight)
+        return made
 
     @staticmethod
     def fits(original: Any, dtype: torch.dtype) -> bool:
@@ -87,28 +114,39 @@ class FusedExperts(nn.Module):
         """
         if not len(hidden_states):
             return torch.empty_like(hidden_states)
-        return _summed(self.answered(hidden_states, top_k_index, top_k_weights))
+        return summed(self.answered(hidden_states, top_k_index, top_k_weights))
 
     def answered(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        to_shared: torch.Tensor | None = None,
     ) -> ExpertAnswers:
-        """The same before it is summed, which is a launch less; of a row at least."""
+        """The same before it is summed, which is a launch less; of a row at least.
+
+        Where those that all rows go through are given others, these are `to_shared`.
+        """
         rows, chosen, shares = (each.contiguous() for each in (hidden_states, top_k_index, top_k_weights))
         count, each = chosen.shape
         layout = layout_for(count, each, self.shape)
-        routes = route(chosen, layout, self.shape.count)
-        activated = self._activated(rows, routes, layout)
+        routes = route(chosen, layout, self.shape.num_experts)
+        activated = self._activated(rows, rows if to_shared is None else to_shared, routes, layout)
         answers = self._answers(activated, routes, layout).view(count, each, -1)
-        return ExpertAnswers(answers, chosen, shares, self.shape.count)
+        return ExpertAnswers(answers, chosen, shares, self.shape.num_experts, self.shape.num_shared)
 
-    def _activated(self, rows: torch.Tensor, routes: Routes, layout: ExpertLayout) -> torch.Tensor:
+    def _activated(
+        self, rows: torch.Tensor, to_shared: torch.Tensor, routes: Routes, layout: ExpertLayout
+    ) -> torch.Tensor:
         """What goes through the second product, [pairs, width] as these are sorted, or by their numbers."""
         shape, num_pairs = self.shape, routes.chosen.numel()
-        num_tiles = layout.num_tiles(num_pairs, shape.count)
+        num_tiles = layout.num_tiles(num_pairs, shape.num_experts)
         activated = rows.new_empty(num_pairs, shape.width)
         expert_gate_kernel[(num_tiles * triton.cdiv(shape.width, layout.outs // shape.num_first),)](
             rows,
+            to_shared,
             self.gate_up_proj,
+            self.gate_up_proj if self.shared is None else self.shared.gate_up,
             self.gate_up_proj if self.gate_up_bias is None else self.gate_up_bias,
             *routes,
             activated,
@@ -125,11 +163,12 @@ class FusedExperts(nn.Module):
     def _answers(self, activated: torch.Tensor, routes: Routes, layout: ExpertLayout) -> torch.Tensor:
         """What experts answer, [pairs, hidden] by the pairs' numbers."""
         shape = self.shape
-        num_tiles = layout.num_tiles(len(activated), shape.count)
+        num_tiles = layout.num_tiles(len(activated), shape.num_experts)
         answers = activated.new_empty(len(activated), shape.hidden)
         expert_down_kernel[(num_tiles * triton.cdiv(shape.hidden, layout.outs),)](
             activated,
             self.down_proj,
+            self.down_proj if self.shared is None else self.shared.down,
             self.down_proj if self.down_bias is None else self.down_bias,
             *routes,
             answers,
@@ -169,35 +208,35 @@ def equal_experts(original: Any, seen: Seen, dtype: torch.dtype) -> FusedExperts
     _, chosen, _ = seen.args
     counts = (len(given), *rows_of_each_layout(chosen.shape[1], made.shape))
     for count in counts:
-        args = (_repeated(each, count) for each in seen.args)
-        if not is_close(made(*args), _repeated(seen.output, count)):
+        args = (repeated(each, count) for each in seen.args)
+        if not is_close(made(*args), repeated(seen.output, count)):
             return None
     return made
 
 
-def _repeated(rows: torch.Tensor, count: int) -> torch.Tensor:
+def repeated(rows: torch.Tensor, count: int) -> torch.Tensor:
     """`count` rows, these from the first one on and again."""
     return rows.repeat(triton.cdiv(count, len(rows)), 1)[:count]
 
 
-def _summed(of: ExpertAnswers) -> torch.Tensor:
+def summed(of: ExpertAnswers) -> torch.Tensor:
     """Each row's answers by its shares, [N, hidden], in one launch."""
     count, each, hidden = of.answers.shape
-    summed = of.answers.new_empty(count, hidden)
+    total = of.answers.new_empty(count, hidden)
     chunk = min(_SUMMED, triton.next_power_of_2(hidden))
     chunks = triton.cdiv(hidden, chunk)
     expert_sum_kernel[(count * chunks,)](
         of.answers,
         of.chosen,
         of.shares,
-        summed,
-        COUNT=of.count,
+        total,
+        COUNT=of.num_experts,
         EACH=each,
         HIDDEN=hidden,
         CHUNKS=chunks,
         CHUNK=chunk,
     )
-    return summed
+    return total
 
 
 class _Weights(NamedTuple):

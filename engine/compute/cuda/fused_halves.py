@@ -13,6 +13,7 @@ from engine.compute.cuda.fused_latent import FusedLatentAttention
 from engine.compute.cuda.fused_norms import FusedNorm, Sum, add_and_norm, norm
 from engine.compute.cuda.fused_parts import FusedMlp
 from engine.compute.cuda.fused_products import OF_ROWS, Products
+from engine.compute.cuda.fused_shared import FusedSharing
 from engine.compute.cuda.layer_links import link
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.native.closeness import is_close
@@ -95,8 +96,9 @@ class FusedHalves(nn.Module):
         mlp = self._mlp_that_adds
         if mlp is not None:
             return mlp.joined.added(normed, total, products, self.multiplier), None
-        answer = Sum(total, self.mlp(normed[None])[0], multiplier=self.multiplier)
-        return answer.computed(self.next_norm)
+        is_left = isinstance(self.mlp, FusedSharing)  # what it answers, to be summed here
+        answer = self.mlp.computed(normed) if is_left else self.mlp(normed[None])[0]
+        return Sum(total, answer, multiplier=self.multiplier).computed(self.next_norm)
 
     @property
     def _mlp_that_adds(self) -> FusedMlp | None:

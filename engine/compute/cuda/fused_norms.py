@@ -94,15 +94,19 @@ class ExpertAnswers(NamedTuple):
     """What experts answer to rows, not yet summed by these rows' shares."""
 
     answers: torch.Tensor  # [rows, each, width]
-    chosen: torch.Tensor  # [rows, each]; a number that none of `count` experts has is left out
+    chosen: torch.Tensor  # [rows, each]; a number that none of `num_experts` has is left out
     shares: torch.Tensor  # [rows, each]
-    count: int
+    num_experts: int
+    num_shared: int = 0  # of `each` the last, whom all rows go through
 
 
 class Beside(NamedTuple):
-    """Rows [rows, width] that are normed and added to others, and what norms that sum."""
+    """Rows [rows, width] that are normed and added to others, and what norms that sum.
 
-    rows: torch.Tensor
+    No rows are what those experts answer whom all rows go through.
+    """
+
+    rows: torch.Tensor | None
     by: RowNorm
     norm_of_both: RowNorm
 
@@ -200,11 +204,13 @@ def _launch(
     norms = norm_of_added, *((None, None) if beside is None else beside[1:]), by
     added: torch.Tensor | ExpertAnswers = rows if of is None else of.added
     of_experts = added if isinstance(added, ExpertAnswers) else ExpertAnswers(added, rows, rows, 0)
+    rows_beside = None if beside is None else beside.rows
+    is_beside = beside is not None and rows_beside is None
     count, width = rows.shape
     norm_kernel[(count,)](
         rows,
         *of_experts[:3],
-        rows if beside is None else beside.rows,
+        rows if rows_beside is None else rows_beside,
         *(rows if each is None else each.weight for each in norms),
         *results,
         1.0 if of is None else of.multiplier,
@@ -215,8 +221,9 @@ def _launch(
         HAS_BESIDE=beside is not None,
         HAS_NORM=by is not None,
         IS_CENTRED=by is not None and by.is_centred,
-        COUNT=of_experts.count,
+        COUNT=of_experts.num_experts,
         EACH=added.answers.shape[1] if isinstance(added, ExpertAnswers) else 0,
+        EACH_BESIDE=of_experts.num_shared if is_beside else 0,
         WIDTH=width,
         PADDED=triton.next_power_of_2(width),
         num_warps=warps_for(width),

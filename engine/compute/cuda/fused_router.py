@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -103,9 +105,19 @@ class FusedScaledRouter(nn.Module):
         return logits, *choose(logits, self.choice, torch.float32, scales=self.scales)
 
 
+_Router = TypeVar("_Router", FusedRouter, FusedScaledRouter)
+
+
 def router_class_of(module: Any, dtype: torch.dtype) -> type[FusedRouter] | type[FusedScaledRouter] | None:
     """What computes a router; None where nothing does."""
     return next((each for each in (FusedRouter, FusedScaledRouter) if each.fits(module, dtype)), None)
+
+
+def with_shared(router: _Router, num_shared: int) -> _Router:
+    """One with the same weights that tells as many more experts, whom all rows go through."""
+    made = copy.copy(router)
+    made.choice = replace(router.choice, num_shared=num_shared)
+    return made
 
 
 def choose(
@@ -117,9 +129,11 @@ def choose(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Shares of `dtype` and int64 numbers of the experts of each row, both [N, each], in one launch.
 
-    `logits` are [N, count]. `biases` [count] count for who is chosen, `scales` [count] for shares.
+    Those that all rows go through are among them. `logits` are [N, count]. `biases` [count] count for who is
+    chosen, `scales` [count] for shares.
     """
-    shares = logits.new_empty((len(logits), choice.each), dtype=dtype)
+    each = choice.each + choice.num_shared
+    shares = logits.new_empty((len(logits), each), dtype=dtype)
     chosen = torch.empty_like(shares, dtype=torch.int64)
     if len(logits):
         choose_kernel[(len(logits),)](
@@ -131,7 +145,7 @@ def choose(
             CHOICE=choice,
             GROUPS=triton.next_power_of_2(choice.num_groups),
             SIZE=triton.next_power_of_2(choice.size),
-            PLACES=triton.next_power_of_2(choice.each),
+            PLACES=triton.next_power_of_2(each),
             HAS_BIASES=biases is not None,
             HAS_SCALES=scales is not None,
             num_warps=_WARPS,

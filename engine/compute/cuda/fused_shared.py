@@ -1,4 +1,4 @@
-"""FusedSharing: a mixture and an expert that all rows share, whose last product adds what it answers."""
+"""FusedSharing: a mixture with an expert that all rows share, which is one of the others or adds to them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.compute.cuda.fused_experts import FusedExperts
+from engine.compute.cuda.expert_layout import FEW_ROWS, rows_of_each_layout
+from engine.compute.cuda.fused_experts import FusedExperts, repeated, summed
+from engine.compute.cuda.fused_norms import ExpertAnswers
 from engine.compute.cuda.fused_parts import FusedMlp
 from engine.compute.cuda.fused_products import OF_ROWS
-from engine.compute.cuda.fused_router import FusedRouter
+from engine.compute.cuda.fused_router import FusedRouter, with_shared
 from engine.compute.native.closeness import is_close
 from engine.compute.native.observation import Seen
 from engine.compute.native.places import is_unhooked
@@ -19,13 +21,23 @@ _PARTS = {"gate": FusedRouter, "experts": FusedExperts, "shared_experts": FusedM
 
 
 class FusedSharing(nn.Module):
-    """A mixture with the parts of `original`, which are fused already, equal to it up to rounding."""
+    """A mixture with the parts of `original`, which are fused already, equal to it up to rounding.
+
+    Of few rows the shared expert is some more of the others, which takes no launch; of more its products are
+    those of any MLP, and the last of them adds.
+    """
 
     def __init__(self, original: Any) -> None:
         super().__init__()
         self.gate: FusedRouter = original.gate
         self.experts: FusedExperts = original.experts
         self.shared_experts: FusedMlp = original.shared_experts
+        mlp = self.shared_experts.joined
+        together = self.experts.with_shared(mlp.gate_up, mlp.down, mlp.activation)
+        # No parts of their own: their weights are those of the parts above.
+        self._of_few: tuple[FusedRouter, FusedExperts] | None = None
+        if together is not None:
+            self._of_few = with_shared(self.gate, together.shape.num_shared), together
 
     @staticmethod
     def fits(original: Any, _dtype: torch.dtype) -> bool:
@@ -40,16 +52,41 @@ class FusedSharing(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., hidden] to the same."""
-        rows = hidden_states.flatten(0, -2)
+        answer = self.computed(hidden_states.flatten(0, -2))
+        total = summed(answer) if isinstance(answer, ExpertAnswers) else answer
+        return total.view(hidden_states.shape)
+
+    def computed(self, rows: torch.Tensor) -> torch.Tensor | ExpertAnswers:
+        """The same of [N, hidden], of few rows not yet summed."""
+        if self._of_few is not None and 0 < len(rows) <= FEW_ROWS:
+            gate, experts = self._of_few
+            _, shares, chosen = gate(rows)
+            return experts.answered(rows, chosen, shares)
         _, shares, chosen = self.gate(rows)
         answers = self.experts(rows, chosen, shares)  # nobody else's: they may be written over
-        return self.shared_experts.joined.added(rows, answers, OF_ROWS, 1.0).view(hidden_states.shape)
+        return self.shared_experts.joined.added(rows, answers, OF_ROWS, 1.0)
+
+    @property
+    def fewest_rows(self) -> tuple[int, ...]:
+        """The fewest rows that are computed in each way there is."""
+        if self._of_few is None:
+            return ()
+        gate, experts = self._of_few
+        of_few = rows_of_each_layout(gate.choice.each + gate.choice.num_shared, experts.shape)
+        return (*(count for count in of_few if count <= FEW_ROWS), FEW_ROWS + 1)
 
 
 @torch.inference_mode()
 def equal_sharing(original: Any, seen: Seen, dtype: torch.dtype) -> FusedSharing | None:
-    """The mixture fused; None unless it repeats what that was seen to answer."""
+    """The mixture fused; None unless it repeats what that was seen to answer, in every layout of few rows.
+
+    For more rows than were seen these are repeated.
+    """
     if seen.given is None or seen.given.dtype is not dtype or len(seen.args) != 1 or seen.options:
         return None
     made = FusedSharing(original)
-    return made if is_close(made(seen.given), seen.output) else None
+    given, expected = (each.flatten(0, -2) for each in (seen.given, seen.output))
+    for count in (len(given), *made.fewest_rows):
+        if not is_close(made(repeated(given, count)), repeated(expected, count)):
+            return None
+    return made

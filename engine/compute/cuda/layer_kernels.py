@@ -34,19 +34,19 @@ def _summed_by_shares(
     answers,
     chosen,
     shares,
-    row,
+    first,
     columns,
     COUNT: tl.constexpr,
     EACH: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Of `answers` [rows, EACH, WIDTH] a row's, summed by `shares` [rows, EACH] in float32.
+    """Of `answers` [pairs, WIDTH] EACH from the `first` on, summed by `shares` [pairs] in float32.
 
     They are added in the order in which it chose. A number that none of COUNT experts has is left out.
     """
     total = tl.zeros_like(columns).to(tl.float32)
     for place in tl.static_range(EACH):
-        pair = row * EACH + place
+        pair = first + place
         expert = tl.load(chosen + pair)
         mask = columns < tl.where((expert >= 0) & (expert < COUNT), WIDTH, 0)
         answer = tl.load(answers + pair * WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
@@ -80,6 +80,7 @@ def norm_kernel(
     IS_CENTRED: tl.constexpr,
     COUNT: tl.constexpr,
     EACH: tl.constexpr,
+    EACH_BESIDE: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
 ):
@@ -88,7 +89,8 @@ def norm_kernel(
     With HAS_ADDED it is that of `given` + `multiplier` * `added`, which goes to `total`, rounded as it is
     stored, and again when it is multiplied with `factor`. With NORMS_ADDED what is added is normed before.
     With EACH that is what so many of COUNT experts answer to a row, [rows, EACH, WIDTH], summed by shares.
-    With HAS_BESIDE that is `added` and `beside`, each normed, and their sum normed anew.
+    With HAS_BESIDE that is `added` and `beside`, each normed, and their sum normed anew; with EACH_BESIDE the
+    last so many of EACH are summed by themselves and are what is beside.
     With IS_CENTRED the mean of `given`, or of that sum, is taken off before it is normed (Ba et al. 2016).
     """
     columns = tl.arange(0, PADDED)
@@ -101,14 +103,20 @@ def norm_kernel(
     if HAS_ADDED:
         TYPE: tl.constexpr = total.dtype.element_ty
         if EACH > 0:
-            more = _summed_by_shares(added, chosen, shares, number, columns, COUNT, EACH, WIDTH)
+            pair = number * EACH
+            more = _summed_by_shares(added, chosen, shares, pair, columns, COUNT, EACH - EACH_BESIDE, WIDTH)
             more = more.to(TYPE).to(tl.float32)  # as a sum of its own stores it
         else:
             more = tl.load(added + places, mask=mask, other=0.0).to(tl.float32)
         if NORMS_ADDED:
             more = _rounded_norm(more, added_weight, columns, mask, added_eps, WIDTH, TYPE)
         if HAS_BESIDE:
-            others = tl.load(beside + places, mask=mask, other=0.0).to(tl.float32)
+            if EACH_BESIDE > 0:
+                pair = number * EACH + EACH - EACH_BESIDE
+                others = _summed_by_shares(added, chosen, shares, pair, columns, COUNT, EACH_BESIDE, WIDTH)
+                others = others.to(TYPE).to(tl.float32)
+            else:
+                others = tl.load(beside + places, mask=mask, other=0.0).to(tl.float32)
             more += _rounded_norm(others, beside_weight, columns, mask, beside_eps, WIDTH, TYPE)
             more = more.to(TYPE).to(tl.float32)
             more = _rounded_norm(more, both_weight, columns, mask, both_eps, WIDTH, TYPE)
