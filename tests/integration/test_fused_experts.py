@@ -35,7 +35,7 @@ from engine.compute.cuda.expert_layout import (  # noqa: E402
     layout_for,
     rows_of_each_layout,
 )
-from engine.compute.cuda.fused_experts import FusedExperts, equal_experts, route  # noqa: E402
+from engine.compute.cuda.fused_experts import FusedExperts, equal_experts, route, summed  # noqa: E402
 from engine.compute.cuda.fused_layer import FusedLayer  # noqa: E402
 from engine.compute.cuda.fused_mlp import CalledMixture, JoinedMlp, RoutedMixture  # noqa: E402
 from engine.compute.cuda.fused_model import (  # noqa: E402
@@ -164,6 +164,51 @@ def test_what_sums_answers_with_other_rows_does_what_a_sum_of_their_own_does(
                     assert next_norm is None and found_one is None
                 else:
                     assert found_one is not None and torch.equal(found_one, expected_one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 5, 30])
+@pytest.mark.parametrize("num_shared", [1, 3])
+def test_an_mlp_is_some_more_experts_that_all_rows_go_through(
+    num_shared: int, count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be given other rows, and its answers come last."""
+    with_all_numbers(monkeypatch)
+    mixture, width = Mixture.random(64, 32, dtype), 32 * num_shared
+    gate_up, down = nn.Linear(64, 2 * width, bias=False), nn.Linear(width, 64, bias=False)
+    gate_up, down = (each.requires_grad_(False).to(dtype) for each in (gate_up, down))
+    alone = FusedExperts(experts_of(mixture))
+    experts = alone.with_shared(gate_up, down, Activation.SILU)
+    assert experts is not None and experts.shape.num_shared == num_shared and alone.shared is None
+    rows, chosen, shares = random_rows(count, 64, dtype)
+    numbers = torch.arange(Mixture.COUNT, Mixture.COUNT + num_shared).expand(count, num_shared)
+    others = torch.randn(count, 64).to(dtype)
+    found = experts.answered(
+        rows, torch.cat((chosen, numbers), 1), torch.cat((shares, torch.ones(count, num_shared)), 1), others
+    )
+    assert torch.equal(found.answers[:, :EACH], alone.answered(rows, chosen, shares).answers)
+    gates, ups = gate_up(others).chunk(2, dim=1)
+    expected = down(nn.functional.silu(gates) * ups)
+    assert is_close(found.answers[:, EACH:].sum(1), expected)
+    assert found.num_shared == num_shared and is_close(
+        summed(found), mixture.expected(rows, chosen, shares).to(dtype) + expected
+    )
+    plain = nn.RMSNorm(64, 1e-5)
+    by = FusedNorm(plain, NormKind.ROUNDED)
+    apart = Sum(others, summed(alone.answered(rows, chosen, shares)), by, beside=Beside(expected, by, by))
+    together = Sum(others, found, by, beside=Beside(None, by, by))
+    assert is_close(together.computed()[0], apart.computed()[0])
+
+
+def test_an_mlp_that_is_unlike_the_experts_is_none_of_them() -> None:
+    experts = FusedExperts(experts_of(Mixture.random(64, 32, torch.float32)))
+    gate_up, down = nn.Linear(64, 128, bias=False), nn.Linear(64, 64, bias=False)
+    assert experts.with_shared(gate_up, down, Activation.SILU) is not None
+    assert experts.with_shared(gate_up, down, Activation.GELU) is None
+    assert experts.with_shared(nn.Linear(64, 128), down, Activation.SILU) is None
+    assert experts.with_shared(nn.Linear(64, 96, bias=False), nn.Linear(48, 64), Activation.SILU) is None
+    ungated = FusedExperts(experts_of(Mixture.random(64, 32, torch.float32, is_gated=False)))
+    assert ungated.with_shared(gate_up, down, Activation.SILU) is None
 
 
 def test_nothing_is_the_answer_to_no_rows() -> None:

@@ -69,7 +69,7 @@ FAMILIES = {
     "cohere2": (9, 30),
     "gemma4": (13, 55),
     "gemma4 of values that are keys": (9, 55),
-    "gemma4 with experts": (15, 100),
+    "gemma4 with experts": (10, 100),
     "qwen3_moe": (10, 35),
     "gpt_oss": (10, 35),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,13 +15,14 @@ from engine.compute.native.families import (
     ROUTERS_TELLING_FLOATS,
 )
 from engine.compute.native.observation import Seen
+from engine.compute.native.records import NormKind
 from engine.compute.runner.scratch_pass import forward_of
 from engine.compute.runner.self_check import packed_sample
 from tests.support.launches import CountedKernel, LaunchCount, run_counted
 from tests.support.packed import as_loaded
 from tests.support.recurrent_classes import loaded_from, model_of
 from tests.support.routers import BY_GROUPS, PLAIN, router_of
-from tests.support.tiny_models import tiny_model
+from tests.support.tiny_models import GEMMA4_EXPERTS, tiny_model
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
@@ -29,7 +31,13 @@ if not triton.knobs.runtime.interpret:
 from engine.compute.cuda import fused_router  # noqa: E402
 from engine.compute.cuda.expert_layout import Choice  # noqa: E402
 from engine.compute.cuda.fused_model import fuse_routers  # noqa: E402
-from engine.compute.cuda.fused_router import FusedRouter, choose, equal_router  # noqa: E402
+from engine.compute.cuda.fused_norms import FusedNorm, Sum, norm, sum_and_norm  # noqa: E402
+from engine.compute.cuda.fused_router import (  # noqa: E402
+    FusedRouter,
+    FusedScaledRouter,
+    choose,
+    equal_router,
+)
 from tests.support.interpreter import WITH_GATES, with_all_numbers  # noqa: E402
 
 pytestmark = WITH_GATES
@@ -87,6 +95,36 @@ def test_biases_count_for_who_is_chosen_and_scales_for_shares() -> None:
     shares, chosen = choose(logits, choice, torch.float32, biases, scales)
     assert chosen.tolist() == [[4, 2]]
     torch.testing.assert_close(shares, torch.tensor([[0.5 * 4, 0.5 * 2]]))
+
+
+@pytest.mark.parametrize("scales", [None, torch.rand(48)])
+def test_experts_that_all_rows_go_through_come_last_with_shares_of_one(scales: torch.Tensor | None) -> None:
+    logits = torch.randn(9, 48)
+    expected = choose(logits, GROUPED, torch.float32, scales=scales)
+    shares, chosen = choose(logits, replace(GROUPED, num_shared=2), torch.float32, scales=scales)
+    assert torch.equal(shares[:, :5], expected[0]) and torch.equal(chosen[:, :5], expected[1])
+    assert (shares[:, 5:] == 1).all() and torch.equal(chosen[:, 5:], torch.tensor([48, 49]).expand(9, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_is_normed_for_all_who_read_it_as_for_each(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What chooses experts to the last bit: others would be chosen."""
+    with_all_numbers(monkeypatch)
+    model = tiny_model("gemma4", dtype=dtype, **GEMMA4_EXPERTS)
+    original: Any = next(each for each in model.modules() if FusedScaledRouter.fits(each, dtype))
+    torch.nn.init.uniform_(original.scale)
+    router, width = FusedScaledRouter(original), len(original.scale)
+    norms = [torch.nn.RMSNorm(width, 10.0**-power, dtype=dtype) for power in (4, 5, 6)]
+    for each in norms:
+        torch.nn.init.normal_(each.weight)
+    of_added, by, other = (FusedNorm(each, NormKind.ROUNDED) for each in norms)
+    of = Sum(torch.randn(5, width).to(dtype), torch.randn(5, width).to(dtype), of_added, 0.7)
+    total, normed, other_normed, scaled = router.sum_and_scaled(of, by, other)
+    expected, expected_normed = sum_and_norm(of, by)
+    assert torch.equal(total, expected) and torch.equal(normed, expected_normed)
+    assert torch.equal(other_normed, norm(total, other)) and torch.equal(scaled, router.scaled(total))
 
 
 def test_only_experts_of_the_best_groups_are_chosen() -> None:

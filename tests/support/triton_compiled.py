@@ -35,6 +35,7 @@ from engine.compute.cuda.expert_kernels import (
     expert_sum_kernel,
     route_kernel,
     scaled_norm_kernel,
+    three_norms_kernel,
 )
 from engine.compute.cuda.expert_layout import Choice, ExpertShape, layout_for, step_of
 from engine.compute.cuda.latent_kernels import (
@@ -201,13 +202,15 @@ LAYERS: list[tuple[Any, dict[str, Any]]] = [
         (
             norm_kernel,
             {"HAS_ADDED": added, "NORMS_ADDED": normed, "HAS_NORM": has_norm, "IS_CENTRED": centred}
-            | {"HAS_BESIDE": beside, "EACH": each, "COUNT": 128, "WIDTH": 4096, "PADDED": 4096},
+            | {"HAS_BESIDE": beside, "EACH": each, "EACH_BESIDE": each_beside, "COUNT": 128}
+            | {"WIDTH": 4096, "PADDED": 4096},
         )
-        for added, normed, has_norm, centred, beside, each in (
-            *((False, False, True, False, False, 0), (False, False, True, True, False, 0)),
-            *((True, False, True, False, False, 0), (True, True, True, False, False, 0)),
-            *((True, True, False, False, False, 0), (True, True, True, False, True, 0)),
-            *((True, False, True, False, False, 8), (True, True, True, False, True, 8)),
+        for added, normed, has_norm, centred, beside, each, each_beside in (
+            *((False, False, True, False, False, 0, 0), (False, False, True, True, False, 0, 0)),
+            *((True, False, True, False, False, 0, 0), (True, True, True, False, False, 0, 0)),
+            *((True, True, False, False, False, 0, 0), (True, True, True, False, True, 0, 0)),
+            *((True, False, True, False, False, 8, 0), (True, True, True, False, True, 8, 0)),
+            (True, True, True, False, True, 11, 3),
         )
     ),
     *(
@@ -403,6 +406,8 @@ MIXTURES = (
     (ExpertShape(128, 2048, 768), 8, "fp32", (1, 4096)),
     (ExpertShape(32, 2880, 2880, 1.702, 7.0), 4, "bf16", (1,)),
     (ExpertShape(128, 2816, 704, activation=Activation.GELU_TANH), 8, "bf16", (1, 4096)),
+    (ExpertShape(128, 2816, 704, activation=Activation.GELU_TANH, num_shared=3), 11, "bf16", (1, 64)),
+    (ExpertShape(64, 2048, 1536, num_shared=1), 5, "bf16", (1, 64)),
     (ExpertShape(128, 2048, 768, activation=Activation.GELU), 8, "bf16", (1,)),
     (ExpertShape(128, 2688, 1856, activation=Activation.RELU_SQUARED, is_gated=False), 6, "bf16", (1, 4096)),
 )
@@ -412,15 +417,19 @@ CHOICES: tuple[tuple[Choice, str, str, dict[str, bool]], ...] = (
     (Choice(128, 8), "bf16", "fp32", {"HAS_SCALES": True}),
     (Choice(256, 8, True, True, 8, 4, 1e-20, 2.5), "fp32", "fp32", {"HAS_BIASES": True}),
     (Choice(160, 8, True, True, 1, 1, 1e-20, 2.5), "fp32", "fp32", {"HAS_BIASES": True}),
+    (Choice(64, 4, True, True, 1, 1, 1e-20, 1.8, 1), "fp32", "fp32", {"HAS_BIASES": True}),
 )
-_MIXED = ("x", "weights", "biases", "activated", "answers", "shares", "summed")
+_MIXED = (
+    *("x", "shared_x", "weights", "shared_weights", "biases", "activated", "answers", "shares"),
+    "summed",
+)
 
 
 def compile_experts(capability: int) -> Iterator[tuple[str, tuple[int, int, int]]]:
     """Compile all that computes experts: what it is, and what it takes."""
     for shape, each, dtype, counts in MIXTURES:
         types = dict.fromkeys(_MIXED, f"*{dtype}") | {"chosen": "*i64"}
-        name = f"{shape.count} experts, {shape.activation.name}, {dtype}"
+        name = f"{shape.count} and {shape.num_shared} experts, {shape.activation.name}, {dtype}"
         for count in counts:
             layout = layout_for(count, each, shape)
             options = {"num_warps": layout.num_warps, "num_stages": layout.num_stages}
@@ -432,9 +441,15 @@ def compile_experts(capability: int) -> Iterator[tuple[str, tuple[int, int, int]
                 constants = given | more | {"STEP": step_of(width, ITEM_BYTES[dtype], layout)}
                 taken = compile_kernel(kernel, dtype, constants, capability, types, **options)
                 yield f"{name}, {kernel.__name__}, tiles of {layout.rows}, {count} rows", taken
-        constants = {"COUNT": shape.count, "EACH": each, "HIDDEN": shape.hidden, "CHUNKS": 4, "CHUNK": 1024}
+        constants = {
+            "COUNT": shape.num_experts,
+            "EACH": each,
+            "HIDDEN": shape.hidden,
+            "CHUNKS": 4,
+            "CHUNK": 1024,
+        }
         yield f"{name} summed", compile_kernel(expert_sum_kernel, dtype, constants, capability, types)
-        constants = {"COUNT": shape.count, "ROWS": 16, "CHUNK": 1024}
+        constants = {"COUNT": shape.num_experts, "ROWS": 16, "CHUNK": 1024}
         yield f"{name} sorted", compile_kernel(route_kernel, dtype, constants, capability, types)
 
 
@@ -459,6 +474,12 @@ def compile_routers(capability: int) -> Iterator[tuple[str, tuple[int, int, int]
     yield (
         "rows for a router",
         compile_kernel(scaled_norm_kernel, "bf16", sizes, capability, types, num_warps=8),
+    )
+    names = ("given", "added", "scale", "total", "normed", "other", "scaled")
+    types = dict.fromkeys(names, "*bf16") | dict.fromkeys(("root", "other_eps", "scale_eps"), "fp32")
+    yield (
+        "rows for a router and two more",
+        compile_kernel(three_norms_kernel, "bf16", sizes, capability, types, num_warps=8),
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.compute.cuda.layer_kernels import _normed, _summed_by_shares
+from engine.compute.cuda.layer_kernels import _normed, _rounded_norm, _summed_by_shares
 from engine.compute.cuda.triton_activations import activated
 
 _WORDS = tl.constexpr(3)  # of a tile: its expert, its first pair in their order, and where the expert's end
@@ -107,6 +107,19 @@ def choose_kernel(
 
 
 @triton.jit
+def _scaled_norm(row, scale, columns, mask, root, eps, WIDTH: tl.constexpr, TYPE: tl.constexpr):
+    """A row as Gemma 4's router reads it, in float32.
+
+    It is divided by its size, then multiplied with `scale`, then with `root`, and rounded after each: another
+    rounding would send rows to other experts.
+    """
+    scales = tl.load(scale + columns, mask=mask, other=0.0).to(tl.float32)
+    bare = _normed(row, 1.0, eps, WIDTH).to(TYPE).to(tl.float32)
+    scaled = (bare * scales).to(TYPE).to(tl.float32)
+    return (scaled * root).to(TYPE)
+
+
+@triton.jit
 def scaled_norm_kernel(
     given,
     scale,
@@ -116,20 +129,57 @@ def scaled_norm_kernel(
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Each row of `given` [rows, WIDTH] as Gemma 4's router reads it; grid (rows).
-
-    It is divided by its size, then multiplied with `scale`, then with `root`, and rounded after each: another
-    rounding would send rows to other experts.
-    """
+    """Each row of `given` [rows, WIDTH] as Gemma 4's router reads it; grid (rows)."""
     columns = tl.arange(0, PADDED)
     mask = columns < WIDTH
     places = tl.program_id(0).to(tl.int64) * WIDTH + columns
     row = tl.load(given + places, mask=mask, other=0.0).to(tl.float32)
-    scales = tl.load(scale + columns, mask=mask, other=0.0).to(tl.float32)
-    kind: tl.constexpr = normed.dtype.element_ty
-    bare = _normed(row, 1.0, eps, WIDTH).to(kind).to(tl.float32)
-    scaled = (bare * scales).to(kind).to(tl.float32)
-    tl.store(normed + places, (scaled * root).to(kind), mask=mask)
+    scaled = _scaled_norm(row, scale, columns, mask, root, eps, WIDTH, normed.dtype.element_ty)
+    tl.store(normed + places, scaled, mask=mask)
+
+
+@triton.jit
+def three_norms_kernel(
+    given,
+    added,
+    added_weight,
+    weight,
+    other_weight,
+    scale,
+    total,
+    normed,
+    other,
+    scaled,
+    multiplier,
+    root,
+    added_eps,
+    eps,
+    other_eps,
+    scale_eps,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """`given` + `multiplier` * the norm of `added`, both [rows, WIDTH], and three norms of that; grid (rows).
+
+    As `norm_kernel` computes it, of which `normed` is the norm by `weight`, `other` by `other_weight`, and
+    `scaled` what Gemma 4's router reads.
+    """
+    columns = tl.arange(0, PADDED)
+    mask = columns < WIDTH
+    places = tl.program_id(0).to(tl.int64) * WIDTH + columns
+    TYPE: tl.constexpr = total.dtype.element_ty
+    row = tl.load(given + places, mask=mask, other=0.0).to(tl.float32)
+    more = tl.load(added + places, mask=mask, other=0.0).to(tl.float32)
+    row += _rounded_norm(more, added_weight, columns, mask, added_eps, WIDTH, TYPE) * multiplier
+    rounded = row.to(TYPE)
+    tl.store(total + places, rounded, mask=mask)
+    row = rounded.to(tl.float32)
+    scales = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(normed + places, _normed(row, scales, eps, WIDTH).to(TYPE), mask=mask)
+    scales = tl.load(other_weight + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(other + places, _normed(row, scales, other_eps, WIDTH).to(TYPE), mask=mask)
+    last = _scaled_norm(row, scale, columns, mask, root, scale_eps, WIDTH, TYPE)
+    tl.store(scaled + places, last, mask=mask)
 
 
 @triton.jit

@@ -1,10 +1,11 @@
 """FusedLayer: a decoder layer in nine or ten launches, in place of 32 (Cohere 2) to 72 (Gemma 4).
 
 The projections of one input are one matrix product, and what lies between products is one kernel each. Of
-one row, as when a single sequence decodes, the products are kernels too, with what follows them. A mixture of
-experts in the place of an MLP is called as it is. A layer that ends in a sum, and in no product that adds
-it, norms that for the next layer in the same launch. What a step brings for one of Gemma 4's layers alone is
-four launches more, experts beside its MLP are eight.
+one row, as when a single sequence decodes, the products are kernels too, with what follows them. A layer
+that ends in a sum, and in no product that adds it, norms that for the next layer in the same launch; what
+fused experts answer is summed in it, too. With a mixture of these in the place of an MLP few rows are ten
+launches, as they are with experts beside it; what a step brings for one of Gemma 4's layers alone is four
+more. Mixtures of other experts are called as they are.
 """
 
 from __future__ import annotations
@@ -17,15 +18,23 @@ from torch import nn
 
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionContext, LayerCall
 from engine.compute.attention.context import HeadNorms, HeadTurns
-from engine.compute.cuda.fused_mlp import ExpertsBeside, JoinedMlp, LayerInput, Mlp, mlp_class_of
+from engine.compute.cuda.fused_mlp import (
+    Attended,
+    ExpertsBeside,
+    GivenBeside,
+    JoinedMlp,
+    LayerInput,
+    Mlp,
+    mlp_class_of,
+)
 from engine.compute.cuda.fused_norms import (
     FusedNorm,
     Sum,
     add,
-    add_and_norm,
     eps_of,
     is_norm,
     norm,
+    sum_and_norm,
 )
 from engine.compute.cuda.fused_products import (
     OF_ONE_ROW,
@@ -77,7 +86,7 @@ class FusedLayer(nn.Module):
         self.multiplier = float(getattr(original, "residual_multiplier", 1.0))
         self.scalar = scalar_of(original)
         self.layer_input = LayerInput(original) if _has_input(original) else None
-        self.beside = ExpertsBeside(original) if ExpertsBeside.are_of(original) else None
+        self.beside = ExpertsBeside(original, self.mlp) if ExpertsBeside.are_of(original) else None
         self.head_norms = _head_norms(attention)
         self.family = _family(attention)
         self.is_rotated = self.family.rotates(attention)
@@ -127,8 +136,8 @@ class FusedLayer(nn.Module):
 
         `brought` is what a step brings for some of Gemma 4's layers, each alone: [1, N, width].
         """
-        normed, total = self.attended(hidden_states, brought, **options)
-        rows, normed_next = self.finished(normed, total, self._products(len(normed)), brought)
+        normed, total, beside = self.attended(hidden_states, brought, **options)
+        rows, normed_next = self.finished(normed, total, self._products(len(normed)), brought, beside)
         answer = rows[None]
         if normed_next is not None:
             options[CONTEXT_KEYWORD].hand_on(answer, self.next_norm, normed_next)
@@ -141,8 +150,8 @@ class FusedLayer(nn.Module):
         *,
         position_embeddings: Rotation | None = None,
         **options: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the same what the MLP is given, and what its answer is added to, both [N, hidden]."""
+    ) -> Attended:
+        """Of the same what is before the MLP."""
         if options.get("attention_mask") is not None:
             raise UnsupportedModel("The model cannot be served exactly: it builds its own attention mask.")
         context: AttentionContext = options[CONTEXT_KEYWORD]
@@ -160,9 +169,12 @@ class FusedLayer(nn.Module):
         projected = products.project(attended.flatten(1), self.output)
         if self.middle_norm is None:
             total = add(rows, projected, self.attention_norm, self.multiplier)
-            return given if self.are_for_both else total, total
-        total, normed = add_and_norm(rows, projected, self.middle_norm, self.attention_norm, self.multiplier)
-        return normed, total
+            return Attended(given if self.are_for_both else total, total)
+        of = Sum(rows, projected, self.attention_norm, self.multiplier)
+        if self.beside is not None:
+            return self.beside.middle(of, self.middle_norm)
+        total, normed = sum_and_norm(of, self.middle_norm)
+        return Attended(normed, total)
 
     def given_to_attention(self, rows: torch.Tensor) -> torch.Tensor:
         """What queries, keys and values are projected from, [N, hidden]."""
@@ -174,16 +186,17 @@ class FusedLayer(nn.Module):
         total: torch.Tensor,
         products: Products,
         brought: torch.Tensor | None = None,
+        beside: GivenBeside | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The layer's answer from what `attended` gives, of which it may write over `total`.
 
         Beside it what the next layer norms it to, where that one's norm is known.
         """
         if self.layer_input is None:
-            answer = self._transformed(normed, total, products, self.scalar)
+            answer = self._transformed(normed, total, products, self.scalar, beside)
         else:
             assert brought is not None, "there was some when the layer's answer was compared"
-            rows = self._transformed(normed, total, products, 1.0)
+            rows = self._transformed(normed, total, products, 1.0, beside)
             rows = rows.computed()[0] if isinstance(rows, Sum) else rows
             answer = self.layer_input.sum_with(rows, brought[0], self.scalar)
         if not isinstance(answer, Sum):
@@ -202,17 +215,21 @@ class FusedLayer(nn.Module):
         return self.mlp if self.multiplier == 1.0 or self.is_plain else None
 
     def _transformed(
-        self, normed: torch.Tensor, total: torch.Tensor, products: Products, factor: float
+        self,
+        normed: torch.Tensor,
+        total: torch.Tensor,
+        products: Products,
+        factor: float,
+        given: GivenBeside | None,
     ) -> torch.Tensor | Sum:
         mlp = self._mlp_that_adds(factor)
         if mlp is not None:
             return mlp.added(normed, total, products, self.multiplier)
-        answer = self.mlp.computed(normed, products)
         if self.beside is not None:
             assert self.mlp_norm is not None, "it is one of the norms of a layer that has experts there"
-            assert isinstance(answer, torch.Tensor), "they are beside an MLP"
-            beside = self.beside.sum_with(total, answer, self.mlp_norm)
-            return beside._replace(multiplier=self.multiplier, factor=factor)
+            both = self.beside.sum_with(total, self.mlp, normed, products, self.mlp_norm, given)
+            return both._replace(multiplier=self.multiplier, factor=factor)
+        answer = self.mlp.computed(normed, products)
         return Sum(total, answer, self.mlp_norm, self.multiplier, factor)
 
     def _turns(self, rotation: Rotation | None) -> HeadTurns | None:

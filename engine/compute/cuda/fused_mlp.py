@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
+from engine.compute.cuda.expert_layout import FEW_ROWS, rows_of_each_layout
 from engine.compute.cuda.fused_experts import FusedExperts
 from engine.compute.cuda.fused_norms import (
     Beside,
@@ -16,6 +17,7 @@ from engine.compute.cuda.fused_norms import (
     Sum,
     is_norm,
     norm,
+    sum_and_norm,
 )
 from engine.compute.cuda.fused_products import (
     OF_ROWS,
@@ -26,6 +28,7 @@ from engine.compute.cuda.fused_products import (
     is_projection,
     joined,
 )
+from engine.compute.cuda.fused_router import FusedScaledRouter, with_shared
 from engine.compute.native.families import family_of, is_read_mixture, is_whole
 from engine.compute.native.layer_form import BESIDE
 from engine.compute.native.modules import activation_of, mlp_names
@@ -206,14 +209,29 @@ class LayerInput(nn.Module):
         return Sum(rows, self.projection(gated), self.norm, factor=factor)
 
 
+class GivenBeside(NamedTuple):
+    """What experts beside an MLP are given, and what chooses them, both [N, hidden]."""
+
+    rows: torch.Tensor
+    scaled: torch.Tensor
+
+
+class Attended(NamedTuple):
+    """What attention leaves to the rest of a layer, all [N, hidden]."""
+
+    normed: torch.Tensor  # what the MLP is given
+    total: torch.Tensor  # what its answer is added to
+    beside: GivenBeside | None = None  # what experts beside it are given, where that is known already
+
+
 class ExpertsBeside(nn.Module):
     """What a layer's experts add to its MLP's answer, both normed.
 
-    A launch, and those of the router and the experts, which are called as they are: three, and three of fused
-    experts, whose answers are left to be summed by what adds them.
+    Router and experts are called as they are, unless both are fused. Then they take two launches each and
+    none before them, and of few rows the MLP is some more of the experts.
     """
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, mlp: Mlp) -> None:
         super().__init__()
         family = family_of(layer)
         assert family is not None, "only layers that fit are asked for"
@@ -221,6 +239,13 @@ class ExpertsBeside(nn.Module):
         self.before = FusedNorm(layer.pre_feedforward_layernorm_2, family.norm)
         self.of_mlp = FusedNorm(layer.post_feedforward_layernorm_1, family.norm)
         self.of_experts = FusedNorm(layer.post_feedforward_layernorm_2, family.norm)
+        self.are_fused = isinstance(self.router, FusedScaledRouter) and type(self.experts) is FusedExperts
+        # No parts of their own: their weights are those of the parts above, and the MLP's.
+        self._of_few: tuple[FusedScaledRouter, FusedExperts] | None = None
+        if self.are_fused and isinstance(mlp, JoinedMlp):
+            together = self.experts.with_shared(mlp.gate_up, mlp.down, mlp.activation)
+            if together is not None:
+                self._of_few = with_shared(self.router, together.shape.num_shared), together
 
     @staticmethod
     def are_of(layer: Any) -> bool:
@@ -232,10 +257,50 @@ class ExpertsBeside(nn.Module):
         """True for those that can be computed; the layer's answer is still to be compared."""
         return all(is_norm(getattr(layer, name), dtype) for name in _NORMS_BESIDE)
 
-    def sum_with(self, total: torch.Tensor, answer: torch.Tensor, norm_of_both: RowNorm) -> Sum:
-        """`total` [N, hidden], which their MLP's input was normed from, and that one's answer with theirs."""
-        _, shares, chosen = self.router(total)
-        given = norm(total, self.before), chosen, shares
-        is_fused = isinstance(self.experts, FusedExperts)
-        added = self.experts.answered(*given) if is_fused else self.experts(*given)
+    @property
+    def fewest_rows(self) -> tuple[int, ...]:
+        """The fewest rows that are computed in each way there is."""
+        if self._of_few is None:
+            return ()
+        router, experts = self._of_few
+        of_few = rows_of_each_layout(router.choice.each + router.choice.num_shared, experts.shape)
+        return (*(count for count in of_few if count <= FEW_ROWS), FEW_ROWS + 1)
+
+    def middle(self, of: Sum, by: RowNorm) -> Attended:
+        """A sum and its norm, with what is given here, where that comes in the same launch."""
+        if not self.are_fused or of.norm_of_added is None:
+            total, normed = sum_and_norm(of, by)
+            return Attended(normed, total)
+        total, normed, rows, scaled = self.router.sum_and_scaled(of, by, self.before)
+        return Attended(normed, total, GivenBeside(rows, scaled))
+
+    def given(self, total: torch.Tensor) -> GivenBeside:
+        """What `middle` gives of a sum, in launches of its own, where both are fused."""
+        return GivenBeside(norm(total, self.before), self.router.scaled(total))
+
+    def sum_with(
+        self,
+        total: torch.Tensor,
+        mlp: Mlp,
+        normed: torch.Tensor,
+        products: Products,
+        norm_of_both: RowNorm,
+        given: GivenBeside | None = None,
+    ) -> Sum:
+        """`total` [N, hidden] and what both make of it; `normed` is what the MLP is given."""
+        if self.are_fused and given is None:
+            given = self.given(total)
+        if given is not None and self._of_few is not None and len(total) <= FEW_ROWS:
+            router, experts = self._of_few
+            _, shares, chosen = router.chosen_for(given.scaled)
+            added = experts.answered(given.rows, chosen, shares, normed)
+            return Sum(total, added, self.of_experts, beside=Beside(None, self.of_mlp, norm_of_both))
+        answer = mlp.computed(normed, products)
+        assert isinstance(answer, torch.Tensor), "experts are beside an MLP"
+        if given is not None:
+            _, shares, chosen = self.router.chosen_for(given.scaled)
+            added = self.experts.answered(given.rows, chosen, shares)
+        else:
+            _, shares, chosen = self.router(total)
+            added = self.experts(norm(total, self.before), chosen, shares)
         return Sum(total, added, self.of_experts, beside=Beside(answer, self.of_mlp, norm_of_both))

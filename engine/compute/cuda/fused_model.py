@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from engine.compute.attention import CONTEXT_KEYWORD, AttentionBackend, AttentionContext
-from engine.compute.cuda.fused_experts import FusedExperts, equal_experts
+from engine.compute.cuda.fused_experts import FusedExperts, equal_experts, repeated
 from engine.compute.cuda.fused_halves import fuse_halves
 from engine.compute.cuda.fused_latent import fuse_latent_attentions
 from engine.compute.cuda.fused_layer import FusedLayer
@@ -192,20 +192,36 @@ def _equal_layer(
     if not FusedLayer.rotates(original, seen.options.get("position_embeddings"), seen.given.dtype):
         return None
     made = FusedLayer(original, call)
-    normed, total = made.attended(*seen.args, **(seen.options | {CONTEXT_KEYWORD: context}))
+    normed, total, beside = made.attended(*seen.args, **(seen.options | {CONTEXT_KEYWORD: context}))
     given = seen_mlp.given[0].contiguous()
     kv, layer = observation.kv, call.layer
     seen_router = observation.seen.get(_router_of(name))
     before = total if seen_router is None or seen_router.given is None else seen_router.given.contiguous()
+    brought = next(iter(seen.args[1:]), None)
+    if beside is not None:
+        assert made.beside is not None, "there are experts who are given it"
+        if not all(map(is_close, beside, made.beside.given(total))):
+            return None
     pairs = (
         (normed, given),
         (total, before),
-        (made.finished(given, before.clone(), OF_ROWS, *seen.args[1:])[0][None], seen.output),
+        *_finished(made, given, before, brought, seen.output[0]),
         (context.kv.keys[layer], kv.keys[layer]),
         (context.kv.values[layer], kv.values[layer]),
     )
     alike = all(is_close(found, expected) for found, expected in pairs)
     return made if alike and _one_row_is_alike(made, seen.given[0, :1]) else None
+
+
+def _finished(
+    layer: FusedLayer, normed: torch.Tensor, total: torch.Tensor, brought: Any, output: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What `finished` makes of what it takes, and of that repeated in each way there is; what it has to."""
+    more = () if layer.beside is None else layer.beside.fewest_rows
+    for count in (len(output), *more):
+        rows, before = repeated(normed, count), repeated(total, count).clone()
+        inputs = None if brought is None else repeated(brought[0], count)[None]
+        yield layer.finished(rows, before, OF_ROWS, inputs)[0], repeated(output, count)
 
 
 def _router_of(layer: str) -> str:

@@ -11,9 +11,9 @@ import triton
 from torch import nn
 from torch.nn import functional
 
-from engine.compute.cuda.expert_kernels import choose_kernel, scaled_norm_kernel
+from engine.compute.cuda.expert_kernels import choose_kernel, scaled_norm_kernel, three_norms_kernel
 from engine.compute.cuda.expert_layout import Choice
-from engine.compute.cuda.fused_norms import eps_of, frozen, warps_for
+from engine.compute.cuda.fused_norms import RowNorm, Sum, eps_of, frozen, warps_for
 from engine.compute.cuda.fused_products import is_projection
 from engine.compute.native.closeness import is_close
 from engine.compute.native.families import (
@@ -88,7 +88,15 @@ class FusedScaledRouter(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of rows [N, hidden] the logits [N, experts], and shares and numbers of those chosen, [N, each]."""
-        rows = hidden_states.contiguous()
+        return self.chosen_for(self.scaled(hidden_states.contiguous()))
+
+    def chosen_for(self, scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same of rows that are scaled."""
+        logits = self.projection(scaled)
+        return logits, *choose(logits, self.choice, torch.float32, scales=self.scales)
+
+    def scaled(self, rows: torch.Tensor) -> torch.Tensor:
+        """What experts are chosen by, of rows [N, hidden]."""
         normed = torch.empty_like(rows)
         count, width = rows.shape
         scaled_norm_kernel[(count,)](
@@ -101,8 +109,34 @@ class FusedScaledRouter(nn.Module):
             PADDED=triton.next_power_of_2(width),
             num_warps=warps_for(width),
         )
-        logits = self.projection(normed)
-        return logits, *choose(logits, self.choice, torch.float32, scales=self.scales)
+        return normed
+
+    def sum_and_scaled(
+        self, of: Sum, by: RowNorm, other: RowNorm
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A sum whose norms are known, its norms by both, and it scaled, in one launch."""
+        rows, added, norm_of_added = of.rows, of.added, of.norm_of_added
+        assert isinstance(added, torch.Tensor) and norm_of_added is not None, "Gemma's layers norm attention"
+        count, width = rows.shape
+        total, normed, other_normed, scaled = (torch.empty_like(rows) for _ in range(4))
+        three_norms_kernel[(count,)](
+            rows,
+            added,
+            *(norm.weight for norm in (norm_of_added, by, other)),
+            self.scale,
+            total,
+            normed,
+            other_normed,
+            scaled,
+            of.multiplier,
+            self._root,
+            *(norm.variance_epsilon for norm in (norm_of_added, by, other)),
+            self._eps,
+            WIDTH=width,
+            PADDED=triton.next_power_of_2(width),
+            num_warps=warps_for(width),
+        )
+        return total, normed, other_normed, scaled
 
 
 _Router = TypeVar("_Router", FusedRouter, FusedScaledRouter)
