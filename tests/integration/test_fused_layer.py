@@ -14,6 +14,7 @@ from engine.compute.attention.kv_rows import to_bytes
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.loading.loader import LoadedModel
+from engine.compute.native.closeness import is_close
 from engine.compute.native.observation import observe
 from engine.compute.native.records import Activation
 from engine.compute.runner import packed_forward
@@ -36,10 +37,12 @@ from engine.compute.cuda import (  # noqa: E402
     fused_router,
     triton_attention,
 )
+from engine.compute.cuda.fused_experts import FusedExperts  # noqa: E402
 from engine.compute.cuda.fused_layer import FusedLayer  # noqa: E402
 from engine.compute.cuda.fused_model import fuse_experts, fuse_layers, fuse_routers, with_fused_layers  # noqa: E402
 from engine.compute.cuda.fused_norms import Beside, Sum, add, add_and_norm, norm, sum_and_norm  # noqa: E402
-from engine.compute.cuda.fused_products import OF_ONE_ROW, gate, gate_apart  # noqa: E402
+from engine.compute.cuda.fused_products import OF_ONE_ROW, OF_ROWS, gate, gate_apart  # noqa: E402
+from engine.compute.cuda.fused_router import FusedScaledRouter  # noqa: E402
 from engine.compute.cuda.row_products import (  # noqa: E402
     added_row_product,
     gated_row_product,
@@ -198,6 +201,26 @@ def test_a_model_of_fused_layers_rounds_as_the_model(family: str, monkeypatch: p
     forward = PackedForward(loaded)
     forward.backend = backend()
     assert packed_difference(packed_sample(forward), before, loaded.dtype, has_blocks=False) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_mlp_that_is_some_more_experts_answers_as_beside_them(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_all_numbers(monkeypatch)
+    loaded = tiny(GEMMA4_WITH_EXPERTS, dtype)
+    name = next(name for name, part in loaded.model.named_modules() if FusedLayer.fits(part, dtype))
+    seen = observe(loaded, [name, f"{name}.mlp", f"{name}.router"], BLOCK_SIZE)
+    layer: Any = loaded.model.get_submodule(name)
+    layer.experts, layer.router = FusedExperts(layer.experts), FusedScaledRouter(layer.router)
+    made = FusedLayer(layer, seen.calls[0])
+    assert made.beside is not None and made.beside.fewest_rows
+    mlp, router = (seen.seen[f"{name}.{part}"].given for part in ("mlp", "router"))
+    assert mlp is not None and router is not None
+    expected = seen.seen[name].output[0, :6]
+    for count in (1, 6):
+        given = mlp[0, :count].contiguous(), router[:count].clone()
+        assert is_close(made.finished(*given, OF_ROWS)[0], expected[:count])
 
 
 def test_heads_that_are_clipped_stay() -> None:
