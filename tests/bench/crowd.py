@@ -16,6 +16,7 @@ from tests.bench.context import BenchContext
 from tests.bench.load import HTTP_TIMEOUT_S
 from tests.bench.processes import HttpChild, JsonWorker, free_port
 from tests.bench.report import Section
+from tests.bench.stated_server import StatedModels
 from tests.bench.streams import BenchmarkFailed, BurstFigures, StreamRecord
 
 BATCHES = (1, 8, 32, 64, 128, 256)
@@ -39,15 +40,14 @@ DEVICES = (Device("a 1B model", 0.6, 6.0), Device("an 8B model", 4.0, 25.0))
 
 
 class StatedServer(HttpChild):
-    """`tests.bench.stated_server` for one device."""
+    """`tests.bench.stated_server` for these models."""
 
-    def __init__(self, model: Path, device: Device) -> None:
+    def __init__(self, stated: StatedModels, model: Path, max_num_seqs: int, *flags: str) -> None:
         port = free_port()
-        command = [sys.executable, "-m", "tests.bench.stated_server"]
-        command += [str(device.step_ms), str(device.sequence_us)]
+        command = [sys.executable, "-m", "tests.bench.stated_server", stated.to_json()]
         command += ["--host", self.host, "--port", str(port), "--log-level", "warning", "--model", str(model)]
-        command += ["--max-num-seqs", str(max(BATCHES)), "--kv-cache-memory", "1GiB", "--compile", "off"]
-        super().__init__([*command, "--speculative-method", "none"], port, "/health/ready")
+        command += ["--max-num-seqs", str(max_num_seqs), "--kv-cache-memory", "1GiB", "--compile", "off"]
+        super().__init__([*command, *flags], port, "/health/ready")
 
 
 def save_model(tokenizer_from: Path, directory: Path) -> None:
@@ -92,7 +92,9 @@ def run_crowd(context: BenchContext) -> list[Section]:
 
 def _measure(context: BenchContext, section: Section, model: Path, device: Device) -> None:
     with ExitStack() as stack:
-        server = stack.enter_context(StatedServer(model, device))
+        stated = StatedModels((device.step_ms / 1e3, device.sequence_us / 1e6))
+        server = StatedServer(stated, model, max(BATCHES), "--speculative-method", "none")
+        stack.enter_context(server)
         client = stack.enter_context(JsonWorker("tests.bench.load_client"))
         server.wait_ready()
         for batch in BATCHES:

@@ -2,39 +2,93 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
+from engine.compute.cuda.graphs.step_graphs import GraphLimits
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.model_runner import ForDrafts, ModelRunner
 from engine.compute.sampling.sampler import Sampler
 from engine.loop.engine_parts import AheadRunner
-from engine.startup.build_runner import RunnerSizes
-from tests.bench.stated_server import StatedRunner
+from engine.plan.step_records import NO_TOKEN, DraftInputs, Int64
+from tests.bench import stated_device
+from tests.bench.stated_device import StatedDevice, StatedRunner, StepTimes
 from tests.support.packed import load_tiny
 
-STEP_S, SEQUENCE_S = 0.2, 0.005
+STEP_S, SEQUENCE_S, TOKEN_S = 0.25, 0.125, 0.5
 
 
-def test_steps_that_are_launched_ahead_last_as_long_as_stated_one_after_the_other() -> None:
+class Clock:
+    """In place of the module `time`: nothing takes any but what is slept."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(stated_device, "time", clock)
+    return clock
+
+
+def runner_of(device: StatedDevice, times: StepTimes, successors: Int64 | None = None) -> StatedRunner:
     loaded = load_tiny("llama")
     sampler = Sampler(loaded.vocab_size, loaded.device)
     plain = ModelRunner(loaded, 16, 4, sampler, 4, ForDrafts())
-    sizes = RunnerSizes(num_blocks=16, block_size=4, num_host_blocks=0, max_num_seqs=4, max_num_tokens=64)
-    runner = StatedRunner(plain, sizes, STEP_S, SEQUENCE_S)
+    runner = StatedRunner(plain, 64, GraphLimits(4, 16, 3), times, device, successors)
     assert isinstance(runner, AheadRunner)
     runner.warm_up()
+    return runner
+
+
+def test_steps_that_are_launched_ahead_last_as_long_as_stated_one_after_the_other(clock: Clock) -> None:
+    runner = runner_of(StatedDevice(), StepTimes(STEP_S, SEQUENCE_S))
     inputs = pack_step([Part([5] * 8, 6, 7, [0, 1]), Part([5] * 8, 6, 7, [2, 3])], 4, temperature=1.0)
-    began = time.perf_counter()
     first = runner.launch(inputs)
     second = runner.launch(replace(inputs, previous_rows=np.arange(2)))
-    assert time.perf_counter() - began < STEP_S, "the host goes on"
-    results = [first.wait(), second.wait()]
+    assert clock.now == 0, "the host goes on"
     step_s = STEP_S + 2 * SEQUENCE_S
-    assert time.perf_counter() - began >= 2 * step_s
-    for result in results:
+    for number, step in enumerate((first, second), start=1):
+        result = step.wait()
+        assert clock.now == number * step_s
         assert result.forward_s == step_s
         assert result.rows.row_errors is None
         assert len(result.rows.token_ids) == 2 and min(result.rows.token_ids) >= 0
+
+
+def test_two_models_share_a_device_and_many_tokens_take_their_time(clock: Clock) -> None:
+    device = StatedDevice()
+    target, draft = (runner_of(device, StepTimes(STEP_S, 0.0, TOKEN_S)) for _ in range(2))
+    inputs = pack_step([Part([5] * 8, 2, 8, [0, 1])], 4)
+    first, second = target.launch(inputs), draft.launch(inputs)
+    assert second.wait().forward_s == 2 * 6 * TOKEN_S == clock.now, "it waits for the target's"
+    assert first.wait().forward_s == 6 * TOKEN_S
+    assert clock.now == 2 * 6 * TOKEN_S
+
+
+def test_tokens_follow_each_other_as_the_walk_has_it_and_drafts_are_held_against_it() -> None:
+    successors = (np.arange(64) + 1) % 64
+    runner = runner_of(StatedDevice(), StepTimes(0.0, 0.0), successors)
+    inputs = pack_step([Part([5] * 8, 6, 7, [0, 1]), Part([9] * 8, 6, 7, [2, 3])], 4)
+    first = runner.launch(inputs)
+    second = runner.launch(replace(inputs, token_ids=np.zeros(2, np.int64), previous_rows=np.arange(2)))
+    assert first.wait().rows.token_ids == [6, 10]
+    assert second.wait().rows.token_ids == [7, 11]
+    drafted = pack_step([Part([5, 6, 7, 7], 0, 4, [0, 1])], 4)
+    draws = pack_step([Part([5] * 8, place, place + 1, [0, 1]) for place in range(4)], 4).sampling
+    drafts = DraftInputs(
+        sequence=np.zeros(1, np.int32),
+        first_row=np.zeros(1, np.int64),
+        num_drafts=np.array([3], np.int32),
+        token_ids=np.array([6, 7, 7]),
+    )
+    verified = replace(drafted, logits_rows=np.arange(4), sampling=draws, drafts=drafts)
+    assert runner.run(verified).rows.token_ids == [6, 7, 8, NO_TOKEN]
