@@ -79,12 +79,17 @@ def column_shapes(num_places: int) -> dict[str, tuple[int, int]]:
 
 
 def column_words(inputs: SamplingInputs, places: Int64, num_places: int) -> dict[str, Int32]:
-    """The words of DrawColumns, row r at `places[r]`; the places between mean greedy."""
+    """The words of DrawColumns, row r at `places[r]`; the places between mean greedy.
+
+    Where each place has a row, they are in the order of the places.
+    """
     columns = {
         "temperature": _words(inputs.temperature),
         "log_min_p": _words(_log(inputs.min_p)),
         "keys": row_keys(inputs.seed, inputs.position).numpy(),
     }
+    if len(places) == num_places:
+        return columns
     words = {}
     for name, column in columns.items():
         words[name] = np.full((num_places, _WIDTHS[name]), -1, np.int32)  # as a float that is NaN

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Mapping
 
 import numpy as np
@@ -54,12 +55,8 @@ class DeviceInts:
         """Write `arrays` at the beginnings of their places; what is left there becomes -1.
 
         On CUDA the copy is queued behind the work that the current stream has, and the call returns at once.
-        Raises ValueError, before anything is written, where one is larger than its place.
+        Raises ValueError, before anything is sent, where one is larger than its place.
         """
-        for name, array in arrays.items():
-            room = self._spans[name][1]
-            if any(size > most for size, most in zip(array.shape, room, strict=True)):
-                raise ValueError(f"The step's {name} are {array.shape}, its place holds {room}.")
         size = len(self._buffer)
         if self._tail is not None:
             size = self._spans[self._tail][0] + (len(arrays[self._tail]) if self._tail in arrays else 0)
@@ -69,11 +66,13 @@ class DeviceInts:
         staging.fill_(-1)
         numbers = staging.numpy()
         for name, array in arrays.items():
-            start, shape = self._spans[name]
-            if name == self._tail:
-                numbers[start:] = array
+            start, room = self._spans[name]
+            if any(map(operator.gt, array.shape, room)):
+                raise ValueError(f"The step's {name} are {array.shape}, its place holds {room}.")
+            if array.shape[1:] == room[1:]:  # one after another, as they lie
+                numbers[start : start + array.size] = array.reshape(-1)
             else:
-                target = numbers[start : start + math.prod(shape)].reshape(shape)
+                target = numbers[start : start + math.prod(room)].reshape(room)
                 target[tuple(slice(size) for size in array.shape)] = array
         self._buffer[:size].copy_(staging, non_blocking=True)
 

@@ -22,6 +22,7 @@ from engine.compute.cuda.triton_work import (
 )
 from engine.plan.step_records import Int32, StepInputs
 
+_NO_BITS = np.zeros((0, 1), np.int32)
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
@@ -110,8 +111,7 @@ class StepTables:
         """
         trees = tree_masks(inputs)
         arrays = {**others, **_arrays(inputs, trees)}
-        has_tree = np.zeros(len(inputs.query_lens), dtype=np.bool_)
-        has_tree[list(trees)] = True
+        has_tree = arrays["tree_rows"] >= 0
         self._lengths = StepLengths(
             inputs.query_lens.astype(np.intp), inputs.kv_lens.astype(np.intp), has_tree
         )
@@ -177,7 +177,27 @@ def _bucket_shapes(bucket: Bucket) -> dict[str, tuple[int, ...]]:
 
 
 def _arrays(inputs: StepInputs, trees: Mapping[int, TreeMask]) -> dict[str, Int32]:
+    num_sequences, width = inputs.block_tables.shape
+    starts = np.zeros(num_sequences + 1, np.int32)
+    np.cumsum(inputs.query_lens, out=starts[1:])
+    tree_rows, tree_bits = _tree_arrays(inputs, trees)
+    return {
+        "query_starts": starts,
+        "kv_lens": inputs.kv_lens,
+        "table_starts": np.arange(0, num_sequences * width, width, dtype=np.int32),
+        "slots": inputs.slot_mapping.astype(np.int32),
+        "positions": inputs.positions.astype(np.int32),
+        "tree_rows": tree_rows,
+        "tree_bits": tree_bits,
+        "block_tables": inputs.block_tables.ravel(),
+    }
+
+
+def _tree_arrays(inputs: StepInputs, trees: Mapping[int, TreeMask]) -> tuple[Int32, Int32]:
+    """`tree_rows` and `tree_bits`."""
     tree_rows = np.full(len(inputs.query_lens), -1, dtype=np.int32)
+    if not trees:
+        return tree_rows, _NO_BITS
     first_rows: dict[int, int] = {}  # by tree: sequences with drafts of one shape share it
     bits = []
     num_rows = 0
@@ -187,21 +207,8 @@ def _arrays(inputs: StepInputs, trees: Mapping[int, TreeMask]) -> dict[str, Int3
             bits.append(_tree_bits(tree, int(inputs.query_lens[sequence])))
             num_rows += len(bits[-1])
         tree_rows[sequence] = first_rows[id(tree)]
-    words = max((rows.shape[1] for rows in bits), default=1)
-    num_sequences, width = inputs.block_tables.shape
-    return {
-        "query_starts": np.concatenate(([0], np.cumsum(inputs.query_lens))).astype(np.int32),
-        "kv_lens": inputs.kv_lens,
-        "table_starts": np.arange(num_sequences, dtype=np.int32) * np.int32(width),
-        "slots": inputs.slot_mapping.astype(np.int32),
-        "positions": inputs.positions.astype(np.int32),
-        "tree_rows": tree_rows,
-        "tree_bits": np.concatenate(
-            [np.zeros((0, words), dtype=np.int32)]
-            + [np.pad(rows, ((0, 0), (0, words - rows.shape[1]))) for rows in bits]
-        ),
-        "block_tables": inputs.block_tables.ravel(),
-    }
+    words = max(rows.shape[1] for rows in bits)
+    return tree_rows, np.concatenate([np.pad(rows, ((0, 0), (0, words - rows.shape[1]))) for rows in bits])
 
 
 def _tree_bits(tree: TreeMask, num_places: int) -> Int32:

@@ -22,6 +22,8 @@ Indices = NDArray[np.intp]
 _MOST_TREE_KEYS = 64
 # The most of a kernel whose tiles have many rows, over keys in bytes: more of them outgrow its registers.
 _MOST_BYTE_KEYS, _MANY_ROWS = 64, 128
+_NOBODY = np.zeros(0, np.intp)
+_NO_ITEMS, _NO_MERGES = np.zeros((0, 5), np.int32), np.zeros((0, 4), np.int32)
 
 
 class HeadShape(NamedTuple):
@@ -110,6 +112,11 @@ class StepLengths(NamedTuple):
     kv_lens: Indices  # [S]
     has_tree: NDArray[np.bool_]  # [S]
 
+    @property
+    def first_tokens(self) -> Indices:
+        """Where each sequence's new tokens begin, [S]."""
+        return self.query_lens.cumsum() - self.query_lens
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -127,15 +134,15 @@ class Work:
 
 def cut_work(lengths: StepLengths, shape: HeadShape, workforce: Workforce) -> Work:
     """The work of every token, each (token, visible key) in exactly one item."""
-    items, merges, num_partials = [], [np.zeros((0, 4), dtype=np.int32)], 0
-    fewest = 0
+    items, merges, num_partials = [], [_NO_MERGES], 0
+    longest, fewest = int(lengths.query_lens.max(initial=0)), 0
     for kind in workforce.kinds:
-        is_member = (lengths.query_lens > fewest) & (lengths.query_lens <= kind.max_queries)
+        members = _members(lengths.query_lens, fewest, kind) if longest > fewest else _NOBODY
         fewest = kind.max_queries
-        if not is_member.any():
-            items.append(np.zeros((0, 5), dtype=np.int32))
+        if not len(members):
+            items.append(_NO_ITEMS)
             continue
-        tiles = _Tiles(lengths, np.flatnonzero(is_member), kind, shape.reach)
+        tiles = _Tiles(lengths, members, kind, shape.reach)
         programs = kind.programs_of_an_item(shape)
         runs = _Runs(tiles, _run_length(tiles, kind, programs, workforce.processors), num_partials)
         items.append(runs.items())
@@ -144,23 +151,31 @@ def cut_work(lengths: StepLengths, shape: HeadShape, workforce: Workforce) -> Wo
     return Work(tuple(items), np.concatenate(merges), num_partials)
 
 
+def _members(query_lens: Indices, fewest: int, kind: TileKind) -> Indices:
+    """The sequences of more than `fewest` new tokens that the kind takes."""
+    return ((query_lens > fewest) & (query_lens <= kind.max_queries)).nonzero()[0]
+
+
 class _Tiles:
     """The tiles of `members`, [tiles] each: sequence, first query, number of queries, keys that they see."""
 
     def __init__(self, lengths: StepLengths, members: Indices, kind: TileKind, reach: Reach | None) -> None:
-        query_starts = np.cumsum(lengths.query_lens) - lengths.query_lens
-        contexts = lengths.kv_lens - lengths.query_lens
-        counts = -(-lengths.query_lens[members] // kind.queries)
-        self.sequence = np.repeat(members, counts)
-        self.first_query = _count_up(counts) * kind.queries
-        self.queries = np.minimum(kind.queries, lengths.query_lens[self.sequence] - self.first_query)
-        self.first_token = query_starts[self.sequence] + self.first_query
-        self.stop = contexts[self.sequence] + self.first_query + self.queries
+        query_lens = lengths.query_lens[members]
+        contexts, first_tokens = lengths.kv_lens[members] - query_lens, lengths.first_tokens[members]
+        if int(query_lens.max()) <= kind.queries:  # a tile each
+            self.sequence, self.first_query, self.queries = members, np.zeros_like(members), query_lens
+        else:
+            counts = -(-query_lens // kind.queries)
+            self.sequence = members.repeat(counts)
+            self.first_query = _count_up(counts) * kind.queries
+            contexts, first_tokens = contexts.repeat(counts), first_tokens.repeat(counts)
+            self.queries = np.minimum(kind.queries, query_lens.repeat(counts) - self.first_query)
+        self.first_token = first_tokens + self.first_query
+        self.stop = contexts + self.first_query + self.queries
         self.start = np.zeros_like(self.stop)
         if reach is not None:  # in a tree every draft may be as near to the newest token as the first
             behind = np.where(lengths.has_tree[self.sequence], 0, self.first_query)
-            first = reach.first(contexts[self.sequence] + behind)
-            self.start = np.maximum(first, 0) // kind.keys * kind.keys
+            self.start = np.maximum(reach.first(contexts + behind), 0) // kind.keys * kind.keys
 
 
 class _Runs:
@@ -172,36 +187,35 @@ class _Runs:
         self._length = length
         self._first = first
         self._counts = (tiles.stop - 1) // length - first + 1
-        rows = np.where(self._counts > 1, self._counts * tiles.queries, 0)
-        self._bases = first_partial + np.cumsum(rows) - rows
+        self._are_cut = int(self._counts.max()) > 1
+        rows = self._counts * tiles.queries * (self._counts > 1)
+        self._bases = first_partial + rows.cumsum() - rows
         self.num_partials = first_partial + int(rows.sum())
 
     def items(self) -> Int32:
         """[runs, 5], the longest first."""
-        tiles = self._tiles
-        tile = np.repeat(np.arange(len(self._counts)), self._counts)
-        run = _count_up(self._counts)
+        tiles, counts = self._tiles, self._counts
+        if not self._are_cut:
+            lengths = tiles.start - tiles.stop
+            return _columns(lengths, tiles.sequence, tiles.first_query, tiles.start, tiles.stop, -1)
+        tile = np.arange(len(counts)).repeat(counts)
+        run = _count_up(counts)
         border = (self._first[tile] + run) * self._length
         start = np.maximum(border, tiles.start[tile])
         stop = np.minimum(border + self._length, tiles.stop[tile])
-        partial = np.where(self._counts[tile] > 1, self._bases[tile] + run * tiles.queries[tile], -1)
-        columns = (tiles.sequence[tile], tiles.first_query[tile], start, stop, partial)
-        order = np.argsort(start - stop, kind="stable")
-        return np.stack(columns, axis=1)[order].astype(np.int32)
+        partial = np.where(counts[tile] > 1, self._bases[tile] + run * tiles.queries[tile], -1)
+        return _columns(start - stop, tiles.sequence[tile], tiles.first_query[tile], start, stop, partial)
 
     def merges(self) -> Int32:
         """[tokens of the tiles with several runs, 4]."""
+        if not self._are_cut:
+            return _NO_MERGES
         tiles = self._tiles
-        several = np.flatnonzero(self._counts > 1)
-        tile = np.repeat(several, tiles.queries[several])
-        query = _count_up(tiles.queries[several])
-        columns = (
-            tiles.first_token[tile] + query,
-            self._bases[tile] + query,
-            tiles.queries[tile],
-            self._counts[tile],
-        )
-        return np.stack(columns, axis=1).astype(np.int32)
+        several = (self._counts > 1).nonzero()[0]
+        queries = tiles.queries[several]
+        tile, query = several.repeat(queries), _count_up(queries)
+        first, partial = tiles.first_token[tile] + query, self._bases[tile] + query
+        return _columns(None, first, partial, tiles.queries[tile], self._counts[tile])
 
 
 def _run_length(tiles: _Tiles, kind: TileKind, programs_of_a_run: int, processors: int) -> int:
@@ -242,4 +256,15 @@ def max_partials(workforce: Workforce, num_items: Sequence[int], num_tokens: int
 
 def _count_up(counts: Indices) -> Indices:
     """0, 1, … for each of `counts` in turn: [sum of counts]."""
-    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    ends = counts.cumsum()
+    return np.arange(ends[-1]) - (ends - counts).repeat(counts)
+
+
+def _columns(keys: Indices | None, *columns: Indices | int) -> Int32:
+    """[rows, columns] in the order of `keys`, of equal ones as they are."""
+    first = columns[0]
+    assert not isinstance(first, int), "a column says how many rows there are"
+    table = np.empty((len(first), len(columns)), np.int32)
+    for number, column in enumerate(columns):
+        table[:, number] = column
+    return table if keys is None else table[keys.argsort(kind="stable")]

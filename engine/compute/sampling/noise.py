@@ -21,7 +21,6 @@ from engine.plan.step_records import Int64
 Uint64 = NDArray[np.uint64]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_WORD = np.uint64(0xFFFFFFFF)
 _NUM_VALUES = 2**32
 
 
@@ -55,8 +54,8 @@ def row_keys(seed: Int64, position: Int64, stream: Stream = Stream.TARGET) -> to
     """The hash keys of R rows, int32 [R, 2] on the CPU: splitmix64 (Steele, Lea, Flood 2014), twice."""
     key = _finalise64(seed.view(np.uint64) + _GOLDEN)
     key = _finalise64(key + (position.view(np.uint64) + np.uint64(1)) * _GOLDEN + np.uint64(stream.value))
-    words = np.stack([key & _WORD, key >> np.uint64(32)], axis=-1)
-    return torch.from_numpy(words.astype(np.uint32).view(np.int32))
+    words = key.astype("<u8", copy=False).view("<i4").reshape(-1, 2)  # the lower half first
+    return torch.from_numpy(words)
 
 
 def noise_bits(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from engine.compute.runner.pass_memory import PassRoom
@@ -90,13 +90,17 @@ def graph_shapes(max_num_seqs: int, max_draft_tokens: int, max_tokens: int = 0) 
     return sorted(shapes, reverse=True)
 
 
-def shape_for(inputs: StepInputs, recorded: Iterable[GraphShape], num_again: int = 0) -> GraphShape | None:
-    """The smallest that holds the step; None if there is none, or something is asked that none does."""
+def cheapest_first(shapes: Iterable[GraphShape]) -> tuple[GraphShape, ...]:
+    """In the order in which `shape_for` tries them."""
+    return tuple(sorted(shapes, key=lambda shape: (shape.max_query_len, shape.num_tokens)))
+
+
+def shape_for(inputs: StepInputs, recorded: Sequence[GraphShape], num_again: int = 0) -> GraphShape | None:
+    """The first that holds the step; None if there is none, or something is asked that none does."""
     if inputs.prompt_rows is not None:
         return None
     size = StepSize.of(inputs, num_again)
-    fitting = (shape for shape in recorded if shape.holds(size))
-    shape = min(fitting, default=None, key=lambda shape: (shape.max_query_len, shape.num_tokens))
+    shape = next((shape for shape in recorded if shape.holds(size)), None)
     if shape is not None and shape.num_rows and inputs.drafts is not None:
         return shape if DraftRows.of(inputs.drafts).are_chains else None
     return shape

@@ -89,7 +89,7 @@ class RecordedStep:
         self._carried = carried
         self._room = shape.room
         self._context = carried.recorded(context_over(attention, carried.kv), tables.arrays.views, shape.room)
-        self._num_places = num_places = shape.num_places
+        num_places = shape.num_places
         self._has_rows = shape.num_rows > 0
         self._tokens = memory.tokens
         self.logits = memory.logits[:num_places]
@@ -110,7 +110,9 @@ class RecordedStep:
         words = {**token_words(inputs, previous), **self._carried.fill(inputs, self._room)}
         if self._has_rows:
             words["rows"] = inputs.logits_rows.astype(np.int32)
-        columns = column_words(inputs.sampling, self.places(inputs), self._num_places)
+        places = self.places(inputs)
+        num_places = int(places[-1]) + 1 if len(places) else 0  # what is not sent means greedy, too
+        columns = column_words(inputs.sampling, places, num_places)
         self._tables.fill(inputs, {**words, **columns})
 
     def replay(self) -> None:

@@ -15,14 +15,13 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch import nn
-from transformers.modeling_outputs import CausalLMOutput
 
 from config.units import rough_size
 from engine.compute.attention import StepAttention
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.cuda.device_ints import DeviceInts
 from engine.compute.cuda.graphs.device_pass import AnyForward, DevicePass, TokenMemory
-from engine.compute.cuda.graphs.graph_shapes import GraphShape, graph_shapes, shape_for
+from engine.compute.cuda.graphs.graph_shapes import GraphShape, cheapest_first, graph_shapes, shape_for
 from engine.compute.cuda.graphs.recorded_step import (
     GraphMemory,
     RecordedStep,
@@ -76,13 +75,19 @@ class TabledAttention(Protocol):
         ...
 
 
+class Replayed(NamedTuple):
+    """What a pass gave, as a model's output has it."""
+
+    logits: torch.Tensor  # [1, places, vocab]
+
+
 class Replay(nn.Module):
     """A pass that is replayed; a module, so that it can be hooked as a call of the model can."""
 
-    def forward(self, step: RecordedStep) -> CausalLMOutput:
-        """The logits of every place, [1, places, vocab]."""
+    def forward(self, step: RecordedStep) -> Replayed:
+        """The logits of every place."""
         step.replay()
-        return CausalLMOutput(logits=step.logits[None])
+        return Replayed(step.logits[None])
 
 
 class _Probe(NamedTuple):
@@ -105,6 +110,7 @@ class StepGraphs:
         self._tokens = tokens
         self._limits = limits
         self._steps: dict[GraphShape, RecordedStep] = {}
+        self._in_order: tuple[GraphShape, ...] = ()
         self.module = Replay()
 
     @property
@@ -132,6 +138,8 @@ class StepGraphs:
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             log.warning("%d kinds of steps are CUDA graphs, no more: %s", len(self._steps), reason)
             return
+        finally:
+            self._in_order = cheapest_first(self._steps)
         seconds = time.perf_counter() - started
         log.info("recorded %d kinds of steps as CUDA graphs in %.1f s", len(self._steps), seconds)
         if gauge is not None:
@@ -141,7 +149,7 @@ class StepGraphs:
 
     def start(self, inputs: StepInputs, previous: Int64 | None) -> DevicePass | None:
         """Queue the pass, as EagerPasses does; None for a step that no recording holds."""
-        shape = shape_for(inputs, self._steps, self._carried.num_again(inputs)) if self._steps else None
+        shape = shape_for(inputs, self._in_order, self._carried.num_again(inputs))
         if shape is None:
             return None
         step = self._steps[shape]
