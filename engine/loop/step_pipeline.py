@@ -55,7 +55,8 @@ class StepPipeline:
             work()
             loop.call_soon_threadsafe(self._turns.release)
 
-        loop.run_in_executor(self._executor, work_and_release if self._turns.hold() else work)
+        # Not by way of the loop, which would be woken when the work is done, and nobody waits for that.
+        self._executor.submit(work_and_release if self._turns.hold() else work)
 
     async def read(self) -> StepResult:
         """The result of the oldest step launched and not read yet. Raises what the runner raised."""

@@ -405,6 +405,7 @@ async def _simulate(seed: int, faulty: bool, outcome: Outcome) -> None:
         before=before,
         row_errors=faults.row_errors,
         clock=loop.time,
+        inline=True,
         drafters=scenario.drafters,
         make_runner=scenario.make_runner,
     ) as harness:

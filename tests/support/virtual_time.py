@@ -16,7 +16,7 @@ T = TypeVar("T")
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """Jumps to the next timer when nothing else is left to do. Nothing outside can wake it.
 
-    Executors are not used: a call handed to one runs at once and is answered after the seconds that its
+    A call that it hands to an executor runs at once instead, and is answered after the seconds that its
     result, if it is a step's or a drafter's, says it took. AssertionError when everybody waits and nothing
     will ever come.
     """
