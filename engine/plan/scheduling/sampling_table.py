@@ -53,6 +53,10 @@ class SamplingTable:
         found: list[int] = np.flatnonzero(self._scores_prompt[rows]).tolist()
         return found
 
+    def may_adjust(self, rows: Int64) -> bool:
+        """Whether any of these rows may need more than its columns."""
+        return bool(self._may_adjust[rows].any())
+
     def columns(self, rows: Int64, positions: Int64) -> SamplingInputs:
         """The columns of these rows, in this order; `adjusted` adds what else they draw by."""
         columns = {name: column[rows] for name, column in self._columns.items()}

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.request import Request
@@ -50,6 +49,29 @@ def token_drawn_by(request: Request, row: int) -> ScheduledItem:
     )
 
 
+class _Places(NamedTuple):
+    """Where a step's sequences end, whose its tokens are, and the tokens whose logits are wanted."""
+
+    ends: Int64  # [S]
+    sequence: Int64  # [N]
+    sampled: Int64  # [R] sequences
+    tokens: Int64  # [R]
+
+    @classmethod
+    def of(cls, scheduled: Sequence[ScheduledRequest]) -> _Places:
+        """Those of these sequences in turn."""
+        _, _, num_tokens, samples, num_drafts = zip(*scheduled, strict=True)
+        numbers = np.arange(len(scheduled))
+        if all(samples) and max(num_tokens) == 1:  # most steps: a token and a row each
+            return cls(numbers + 1, numbers, numbers, numbers)
+        query_lens = np.array(num_tokens, np.int64)
+        num_rows = (np.array(num_drafts, np.int64) + 1) * np.array(samples, np.bool_)
+        ends = query_lens.cumsum()
+        sampled = numbers.repeat(num_rows)
+        behind = num_rows.cumsum()[sampled] - np.arange(len(sampled))  # rows to its sequence's last, +1
+        return cls(ends, numbers.repeat(query_lens), sampled, ends[sampled] - behind)
+
+
 def build_step_inputs(
     items: Sequence[ScheduledItem], kv: PagedKvManager, sampling: SamplingTable, moves: BlockMoves
 ) -> StepInputs:
@@ -59,38 +81,32 @@ def build_step_inputs(
     nothing of `kv` is aliased.
     """
     scheduled, requests, drafted, previous, _ = zip(*items, strict=True)
-    _, first_positions, num_tokens, samples, num_drafts = zip(*scheduled, strict=True)
-    first = np.array(first_positions, np.int64)  # [S]
+    names, first_positions, num_tokens, _, num_drafts = zip(*scheduled, strict=True)
     query_lens = np.array(num_tokens, np.int32)  # [S]
-    kv_lens = first + query_lens  # [S]
-    names = (request.request_id for request in requests)
+    kv_lens = np.array(first_positions, np.int64) + query_lens  # [S]
     rows = np.array(list(map(kv.row_for, names, kv_lens.tolist())), np.int64)  # [S]
-    ends = np.cumsum(query_lens, dtype=np.int64)  # [S]
-    sequence = np.repeat(np.arange(len(rows)), query_lens)  # [N]
-    indices = np.arange(ends[-1]) + (kv_lens - ends)[sequence]  # [N] each token's place in its sequence
+    ends, sequence, sampled, tokens = _Places.of(scheduled)
+    indices = np.arange(len(sequence)) + (kv_lens - ends)[sequence]  # [N] each token's place in its sequence
     block_tables = _block_tables(kv, rows, kv_lens)  # [S, max blocks]
     block, offset = np.divmod(indices, kv.block_size)
     has_drafts = any(num_drafts)
     positions = _positions(indices, ends, drafted) if has_drafts else indices  # [N]
-    sequences, tokens = _sampled_rows(np.array(samples, np.bool_), np.array(num_drafts, np.int64), ends)
     is_ahead = max(previous) >= 0
     is_drawn_later = is_ahead and any(request.draws_by_history for request in requests)
-    drawn_by = sampling.columns(rows[sequences], positions[tokens] + 1)
-    if not is_drawn_later:
+    drawn_by = sampling.columns(rows[sampled], positions[tokens] + 1)
+    if not is_drawn_later and sampling.may_adjust(rows):
         paths = _paths(items) if has_drafts or is_ahead else None
-        drawn_by = sampling.adjusted(
-            drawn_by, rows[sequences], [requests[s] for s in sequences.tolist()], paths
-        )
+        drawn_by = sampling.adjusted(drawn_by, rows[sampled], [requests[s] for s in sampled.tolist()], paths)
     return StepInputs(
         token_ids=_token_ids(items),
         positions=positions,
-        slot_mapping=block_tables[sequence, block].astype(np.int64) * kv.block_size + offset,
+        slot_mapping=block_tables[sequence, block] * np.int64(kv.block_size) + offset,
         query_lens=query_lens,
         kv_lens=kv_lens.astype(np.int32),
         block_tables=block_tables,
         logits_rows=tokens,
         sampling=drawn_by,
-        drafts=_draft_inputs(drafted, sequences) if has_drafts else None,
+        drafts=_draft_inputs(drafted, sampled) if has_drafts else None,
         prompt_rows=_prompt_rows(items, sampling.scoring(rows), ends),
         state_slots=rows.astype(np.int32),
         held_back=tuple(s for s, item in enumerate(items) if item.is_held_back),
@@ -110,14 +126,6 @@ def sampling_now(
     assert inputs.is_drawn_later and inputs.state_slots is not None, "it was launched with its draw"
     rows = inputs.state_slots.astype(np.int64)
     return sampling.adjusted(inputs.sampling, rows, [item.request for item in items])
-
-
-def _sampled_rows(samples: NDArray[np.bool_], num_drafts: Int64, ends: Int64) -> tuple[Int64, Int64]:
-    """For each of the R rows of logits, its sequence and its token, as indices into [0, S) and [0, N)."""
-    counts = (num_drafts + 1) * samples  # [S]
-    sequences = np.repeat(np.arange(len(ends)), counts)  # [R]
-    behind = np.cumsum(counts)[sequences] - np.arange(len(sequences))  # [R] rows to its sequence's last, +1
-    return sequences, ends[sequences] - behind
 
 
 def _prompt_rows(items: Sequence[ScheduledItem], asking: Sequence[int], ends: Int64) -> PromptRows | None:
@@ -221,5 +229,6 @@ def _block_tables(kv: PagedKvManager, rows: Int64, kv_lens: Int64) -> Int32:
     num_blocks = -(-kv_lens // kv.block_size)  # [S]
     width = int(num_blocks.max())
     tables: Int32 = kv.block_tables[rows, :width]  # fancy indexing: a copy
-    tables[np.arange(width) >= num_blocks[:, None]] = 0
+    if int(num_blocks.min()) < width:
+        tables[np.arange(width) >= num_blocks[:, None]] = 0
     return tables
