@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -19,12 +19,14 @@ from engine.compute.attention import LayerCall, StepAttention
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.cuda.cuda_runner import CudaRunner
 from engine.compute.cuda.device_draw import DeviceDraws, DrawColumns
+from engine.compute.cuda.graphs.device_pass import AnyForward
 from engine.compute.cuda.graphs.launched import Launched
 from engine.compute.cuda.graphs.step_graphs import GraphLimits
 from engine.compute.cuda.triton_tables import StepTables
 from engine.compute.cuda.triton_work import Workforce
 from engine.compute.recurrent.recurrent_runner import RecurrentRunner
 from engine.compute.runner.model_runner import ModelRunner
+from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.sampling.processors import Filters
 from engine.compute.verification.draft_rows import DraftRows
 from engine.compute.verification.verified import Draws, commit_rows
@@ -77,6 +79,8 @@ class StatedRunner:
         successors: Int64 | None = None,
     ) -> None:
         plain.forward.backend = _OfAnyNumbers()
+        self._forward = _Forward(plain.forward)
+        plain.forward = cast(PackedForward, self._forward)
         self._runner = runner = CudaRunner(plain, max_tokens, limits, _DoesNothing(), _GREEDY)
         self._times = times
         self._device = device
@@ -89,6 +93,7 @@ class StatedRunner:
     def warm_up(self) -> None:
         """See CudaRunner."""
         self._runner.warm_up()
+        self._forward.is_warm = True
 
     def run(self, inputs: StepInputs) -> StepResult:
         """See StepRunner."""
@@ -141,6 +146,30 @@ class StatedStep:
         drafts = DraftRows.of(self._inputs.drafts)
         draws = Draws(drawn, {}, frozenset(), None)
         return commit_rows(None, self._inputs.sampling, drafts, draws, drafts.follow(drawn)).rows
+
+
+class _Forward:
+    """The forward pass of another, which computes nothing once it `is_warm`: for steps of no recording."""
+
+    def __init__(self, inner: AnyForward) -> None:
+        self._inner = inner
+        self._logits: torch.Tensor | None = None  # [1, vocab]
+        self.is_warm = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._inner(*args)
+
+    def compute(self, token_ids: torch.Tensor, *args: Any) -> torch.Tensor:
+        """See PackedForward; the logits of one token stand for all."""
+        if not self.is_warm or self._logits is None:
+            logits = self._inner.compute(token_ids, *args)
+            self._logits = logits[:1].clone()
+            return logits
+        rows = args[2] if len(args) > 2 and args[2] is not None else token_ids
+        return self._logits.expand(len(rows), -1)
 
 
 class _OfAnyNumbers(TabledReference):
