@@ -113,8 +113,9 @@ class RunAhead:
             self._arm = self._chooser.arm(num_seqs)
         self._awaited = {"async": self._readers, "off": []}.get(self._arm, self._remote)
         self._is_before_step = True
-        awaited = [entry.link for entry in self._awaited]
-        decoder.begin_step(awaited, runs_ahead=self._runs_ahead, keeps_lanes=self._arm == "lanes")
+        awaited = [entry.link for entry in self._awaited if self._is_fit(entry)]
+        ahead = [entry.link for entry in self._ahead if self._is_fit(entry)] if self._runs_ahead else None
+        decoder.begin_step(awaited, ahead=ahead, keeps_lanes=self._arm == "lanes")
         self._patience_s = max(_PATIENCE_S, decoder.costs.seconds(max(1, num_seqs), max(1, num_seqs)) or 0.0)
 
     async def draft_once(self) -> bool:
@@ -174,6 +175,10 @@ class RunAhead:
         for entry in self._inline:
             self._close_inline(entry)
         self._close_remote()
+
+    def _is_fit(self, entry: _Entry) -> bool:
+        """Whether it can be asked: it has not just failed, and no other hangs and keeps the thread."""
+        return not (entry.breaker.is_open or (self._task is not None and self._task.is_hanging))
 
     @property
     def _runs_ahead(self) -> bool:

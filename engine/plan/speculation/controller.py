@@ -58,7 +58,6 @@ class GoodputPolicy(LengthPolicy):
         self._is_verifying = True  # the last step with a choice verified drafts
         self._rate = 0.0  # expected tokens per second, smoothed
         self._slot_s = 0.0  # seconds that one more draft adds to a step
-        self._probe_s = 0.0  # saved up for waiting for drafts that are not worth it
 
     @property
     def _price(self) -> float:
@@ -228,13 +227,9 @@ class GoodputPolicy(LengthPolicy):
         order = np.argsort(-np.array(gains), kind="stable")
         worth = np.cumsum(np.array(gains)[order] - self._price) - self._rate * np.array(seconds)
         best = int(np.argmax(worth))
-        is_worth_it = worth[best] > 0
-        if not is_worth_it and self._probe_s < seconds[-1]:
-            return []
-        self._probe_s = 0.0
-        return (
-            sorted(order[: best + 1].tolist()) if is_worth_it else super().served(acceptances, gains, seconds)
-        )
+        if worth[best] > 0:
+            return sorted(order[: best + 1].tolist())
+        return super().served(acceptances, gains, seconds) if self._probe_s >= seconds[-1] else []
 
 
 def _num_priced(load: StepLoad) -> int:

@@ -6,7 +6,7 @@ A late draft may still be right: only unequal tokens at one position start a new
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -297,11 +297,6 @@ class DraftedSequence:
     def has_features(self) -> bool:
         """True if it has those of its newest token, or a drafter was given them."""
         return self.features.reach(len(self.request.token_ids) - 1)
-
-    def expects_drafts(self, awaited: Collection[int]) -> bool:
-        """True if it has drafts, or one of the awaited drafters is worth asking for some."""
-        views = self.views.items()
-        return bool(self.tape.drafted) or any(view.limit > 0 and index in awaited for index, view in views)
 
     def num_offered(self, room: int) -> int:
         """How many drafts, up to `room`, there are to choose from for the next step.

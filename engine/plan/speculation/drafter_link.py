@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from itertools import accumulate
 from operator import mul
 
+from engine.plan.request import Request
 from engine.plan.speculation.acceptance import MethodPrior
 from engine.plan.speculation.draft_tape import DraftedSequence, DraftView
 from engine.plan.speculation.drafter import Draft, DraftAnswers, Drafter, DraftJob
@@ -32,6 +33,7 @@ class DrafterLink:
         self.drafter = drafter
         self.prior = MethodPrior(is_free=drafter.is_cheap)
         self.is_awaited = False
+        self.runs_ahead = False
         self.may_branch = True
         self.max_num_lanes = 0  # that a job may ask for
         self.rival: DrafterLink | None = None  # who reads features, where this drafter does not
@@ -44,9 +46,10 @@ class DrafterLink:
 
     # Around a step.
 
-    def begin_step(self, *, is_awaited: bool, may_branch: bool) -> None:
-        """Note whether the next step waits for this drafter, and whether its answers may be trees."""
+    def begin_step(self, *, is_awaited: bool, runs_ahead: bool, may_branch: bool) -> None:
+        """Note whether the next step waits for this drafter, or it drafts beside this one, maybe trees."""
         self.is_awaited = is_awaited
+        self.runs_ahead = runs_ahead
         self.may_branch = may_branch
 
     def note_waited(self, num_jobs: int, seconds: float) -> None:
@@ -72,6 +75,19 @@ class DrafterLink:
     def has_clients(self) -> bool:
         """True if there is a sequence to draft for."""
         return bool(self._clients)
+
+    def may_draft(self, requests: Iterable[Request]) -> bool:
+        """Whether to expect drafts of these for the next step, before the result of the one that runs.
+
+        They have none now. A draft that the step has to wait for must be worth it by what is known now.
+        """
+        if not (self.is_awaited or self.runs_ahead):
+            return False
+        found = (self._clients.get(request.request_id) for request in requests)
+        wishes = [(*client, client[1].limit) for client in found if client is not None and client[1].limit]
+        if not wishes or not self.has_price or any(view.is_behind for _, view, _ in wishes):
+            return bool(wishes)
+        return bool(self._worth_waiting_for(wishes))
 
     def is_due(self, view: DraftView) -> bool:
         """Whether to ask about this sequence before the next step; to be called once a step.
@@ -139,6 +155,8 @@ class DrafterLink:
             return []
         if wishes and not ahead and self.has_price and not any(view.is_behind for _, view, _ in wishes):
             wishes = self._worth_waiting_for(wishes)
+            if wishes:
+                self._policy.note_served()
         return [self._job(*wish) for wish in wishes]
 
     def _worth_waiting_for(self, wishes: list[_Wish]) -> list[_Wish]:

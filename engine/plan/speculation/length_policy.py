@@ -47,13 +47,14 @@ class LengthPolicy(ABC):
     A request whose drafts are hardly ever accepted is turned off and probed one step in 50. Off is a rate
     below `min_acceptance_rate` over at least 32 proposals in 8 or more rounds. The rate counts only drafts
     whose predecessors were accepted: an early miss of a long draft says nothing against a shorter one. While
-    `_credit_s` is below 0 probes have cost enough and become rarer; only a policy that knows costs writes it.
+    `_credit_s` is below 0 probes have cost enough and become rarer; only a policy that knows costs saves up.
     """
 
     def __init__(self, config: SpeculationConfig) -> None:
         self._max_length = config.max_draft_tokens
         self._min_rate = config.min_acceptance_rate
         self._credit_s = 0.0
+        self._probe_s = 0.0  # saved up for waiting for drafts that are not worth it
 
     @abstractmethod
     def lengths(self, candidates: Sequence[Candidate], load: StepLoad) -> list[int]:
@@ -85,9 +86,14 @@ class LengthPolicy(ABC):
         """The places, rising, of the requests to run a micro-step for that the target waits for.
 
         `gains` are the tokens that it would bring each; `seconds` the time that it takes for one, two, ... of
-        them. Many requests share the wait, so it may pay for many and not for one.
+        them. Many requests share the wait, so it may pay for many and not for one. To ask changes nothing:
+        once they are asked to be drafted for, `note_served` is told.
         """
         return list(range(len(gains)))
+
+    def note_served(self) -> None:
+        """Some were served: the target waits for their micro-step."""
+        self._probe_s = 0.0
 
     def observe(self, acceptance: Acceptance, num_proposed: int, num_accepted: int) -> None:
         """A chain was verified: the acceptance learns from it first, then the policy."""

@@ -93,6 +93,11 @@ class PolicyChoice(LengthPolicy):
         )
         return sorted([*others, *(weighed[i] for i in found)])
 
+    def note_served(self) -> None:
+        """See LengthPolicy."""
+        for policy in self._policies.values():
+            policy.note_served()
+
     def observe(self, acceptance: Acceptance, num_proposed: int, num_accepted: int) -> None:
         """See LengthPolicy."""
         self._named(self.name_for(acceptance)).observe(acceptance, num_proposed, num_accepted)

@@ -5,7 +5,7 @@ It owns the tapes and the statistics, and calls neither drafters nor threads.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from engine.plan.request import Request, RequestStatus, SpeculationOptions
@@ -243,17 +243,23 @@ class SpeculativeDecoder:
     # Before a step.
 
     def begin_step(
-        self, awaited: Collection[DrafterLink], *, runs_ahead: bool = False, keeps_lanes: bool = False
+        self,
+        awaited: Collection[DrafterLink],
+        *,
+        ahead: Collection[DrafterLink] | None = None,
+        keeps_lanes: bool = False,
     ) -> None:
         """A step is to be prepared that waits for these drafters.
 
-        Where drafting `runs_ahead` of verification, drafts are chains: a tree cannot be gone on with. With
-        `keeps_lanes` it does so for more than one outcome.
+        Where drafting runs ahead of verification, by those `ahead`, drafts are chains: a tree cannot be gone
+        on with. With `keeps_lanes` it does so for more than one outcome.
         """
         self.gain.begin_step()
         self._apply_changes()
         for link, source in zip(self.links, self.sources, strict=True):
-            link.begin_step(is_awaited=link in awaited, may_branch=not runs_ahead)
+            link.begin_step(
+                is_awaited=link in awaited, runs_ahead=link in (ahead or ()), may_branch=ahead is None
+            )
             link.max_num_lanes = source.max_num_lanes if keeps_lanes else 0
 
     def choose(
@@ -291,16 +297,14 @@ class SpeculativeDecoder:
                 chosen.append((sequence.request, tuple(sequence.tape.drafted[:num_drafts])))
         return chosen
 
-    def expects_drafts(self, requests: Iterable[Request]) -> bool:
-        """True if the next step may verify drafts of these: some are there, or the step waits for some."""
+    def expects_drafts(self, requests: Sequence[Request]) -> bool:
+        """True if the next step may verify drafts of these: some are there, or are made or waited for."""
         if not self._active:
             return False
-        awaited = [index for index, link in enumerate(self.links) if link.is_awaited]
-        for request in requests:
-            sequence = self._active.get(request.request_id)
-            if sequence is not None and sequence.expects_drafts(awaited):
-                return True
-        return False
+        found = (self._active.get(request.request_id) for request in requests)
+        if any(sequence is not None and sequence.tape.drafted for sequence in found):
+            return True
+        return any(link.may_draft(requests) for link in self.links)
 
     # After a step.
 

@@ -621,6 +621,21 @@ async def test_a_drafter_that_keeps_failing_is_left_alone_and_tried_again(is_che
     assert stage.num_errors == 4
 
 
+@pytest.mark.parametrize("schedule", ["sync", "async"])
+async def test_no_step_waits_for_drafts_of_one_that_is_left_alone(schedule: Schedule) -> None:
+    drafter = perfect(before=raising(ValueError("no")))
+    stage = Stage(schedule, drafter)
+    a = stage.open()
+    stage.run_ahead.choose_arm(1)
+    assert stage.decoder.expects_drafts([a])
+    for _ in range(6):
+        await stage.step(a)
+        await settle()
+    assert drafter.num_calls == 3
+    stage.run_ahead.choose_arm(1)
+    assert not stage.decoder.expects_drafts([a]), "the device may have the next step at once"
+
+
 async def test_while_one_is_left_alone_the_next_drafts() -> None:
     first, second = perfect(before=raising(ValueError("no"))), perfect(method="medusa")
     stage = Stage("sync", first, second)

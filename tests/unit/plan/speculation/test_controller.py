@@ -311,6 +311,21 @@ def test_drafts_that_are_waited_for_must_pay_for_that() -> None:
     assert lengths[0] == 8 and lengths[-1] == 0
 
 
+def test_a_wait_that_is_not_worth_it_is_a_probe_once_it_is_saved_up_for() -> None:
+    policy = make_policy("goodput", costs=make_costs(0.02, 0.0001))
+    acceptance, dear_s = learnt(0.8), 0.05
+    for _ in range(300):
+        policy.lengths([], load_of(1))
+        if policy.served([acceptance], [0.8], [dear_s]):
+            break
+        assert policy.served([acceptance], [0.8], [0.001]) == [0], "a short wait is worth it at any time"
+    else:
+        pytest.fail("it is never tried again")
+    assert policy.served([acceptance], [0.8], [dear_s]) == [0], "nobody was asked to draft yet"
+    policy.note_served()
+    assert policy.served([acceptance], [0.8], [dear_s]) == []
+
+
 # Held against the best length that never changes.
 
 

@@ -35,6 +35,7 @@ class NotingPolicy(FixedPolicy):
         self.shared: list[list[float]] = []
         self.told: Sequence[float] = ()  # of the newest first candidate
         self.price = 0.0
+        self.serves = True
 
     def least_chance(self, acceptance: Acceptance) -> float:
         return self.price
@@ -52,7 +53,7 @@ class NotingPolicy(FixedPolicy):
         self, acceptances: Sequence[Acceptance], gains: Sequence[float], seconds: Sequence[float]
     ) -> list[int]:
         self.shared.append(list(seconds))
-        return super().served(acceptances, gains, seconds)
+        return super().served(acceptances, gains, seconds) if self.serves else []
 
 
 class World:
@@ -332,7 +333,7 @@ def test_features_are_used_for_the_newest_token_only() -> None:
 def test_a_reader_that_goes_on_gets_the_newest_features_again() -> None:
     world = World(reads_features=True, is_stepwise=False)
     a = world.open()
-    world.decoder.begin_step(world.decoder.links, runs_ahead=True)
+    world.decoder.begin_step(world.decoder.links, ahead=())
     world.decoder.keep_features(ScheduledRequest("a", 0, 2, samples=True), "hi")
     job = world.job()
     assert not job.may_branch, "a tree cannot be gone on with"
@@ -514,6 +515,51 @@ def test_only_a_drafter_that_is_waited_for_has_a_price() -> None:
     assert world.policy.shared == []
     world.job(index=1)
     assert world.policy.shared == [[0.25]]
+
+
+def test_the_step_ahead_does_not_wait_for_drafts_that_are_not_worth_it() -> None:
+    world = World()
+    a = world.open()
+    (link,) = world.decoder.links
+    assert not world.decoder.expects_drafts([a]), "no step waits for this drafter"
+    world.decoder.begin_step([link])
+    assert world.decoder.expects_drafts([a]), "what the wait costs is not known"
+    for waited_s in (9.0, 0.25):
+        link.note_waited(1, waited_s)
+    assert world.decoder.expects_drafts([a])
+    world.policy.serves = False
+    assert not world.decoder.expects_drafts([a])
+    assert link.jobs(ahead=False) == []
+    world.policy.serves = True
+    world.answer(world.job(), 7)
+    world.policy.serves = False
+    assert world.decoder.expects_drafts([a]), "there is a draft"
+    assert not world.decoder.expects_drafts([]), "it does not go on"
+
+
+def test_a_drafter_that_still_reads_is_waited_for_whatever_it_costs() -> None:
+    world = World()
+    a = world.open()
+    (link,) = world.decoder.links
+    world.decoder.begin_step([link])
+    for waited_s in (9.0, 0.25):
+        link.note_waited(1, waited_s)
+    world.policy.serves = False
+    a_view = world.decoder._active["a"].views[0]
+    a_view.is_behind = True
+    assert world.decoder.expects_drafts([a])
+
+
+def test_drafts_that_are_made_beside_the_step_are_expected() -> None:
+    world = World()
+    a = world.open()
+    world.decoder.begin_step((), ahead=world.decoder.links)
+    assert world.decoder.expects_drafts([a])
+    world.decoder.begin_step((), ahead=())
+    assert not world.decoder.expects_drafts([a])
+    nobody = world.open("b", enabled=False)
+    world.decoder.begin_step(world.decoder.links)
+    assert not world.decoder.expects_drafts([nobody])
 
 
 def test_what_found_no_room_counts_as_ahead_not_as_verified() -> None:
