@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from engine.compute.runner.pass_memory import PassRoom
@@ -90,13 +90,13 @@ def graph_shapes(max_num_seqs: int, max_draft_tokens: int, max_tokens: int = 0) 
     return sorted(shapes, reverse=True)
 
 
-def cheapest_first(shapes: Iterable[GraphShape]) -> tuple[GraphShape, ...]:
-    """In the order in which `shape_for` tries them."""
-    return tuple(sorted(shapes, key=lambda shape: (shape.max_query_len, shape.num_tokens)))
+def cheapest_first(shapes: Iterable[GraphShape]) -> list[GraphShape]:
+    """In the order that `shape_for` wants them in."""
+    return sorted(shapes, key=lambda shape: (shape.max_query_len, shape.num_tokens))
 
 
-def shape_for(inputs: StepInputs, recorded: Sequence[GraphShape], num_again: int = 0) -> GraphShape | None:
-    """The first that holds the step; None if there is none, or something is asked that none does."""
+def shape_for(inputs: StepInputs, recorded: Iterable[GraphShape], num_again: int = 0) -> GraphShape | None:
+    """The first of the recorded, the cheapest, that holds the step; None if none does what is asked."""
     if inputs.prompt_rows is not None:
         return None
     size = StepSize.of(inputs, num_again)

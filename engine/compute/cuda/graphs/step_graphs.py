@@ -109,8 +109,7 @@ class StepGraphs:
         self._kv = memory.kv
         self._tokens = tokens
         self._limits = limits
-        self._steps: dict[GraphShape, RecordedStep] = {}
-        self._in_order: tuple[GraphShape, ...] = ()
+        self._steps: dict[GraphShape, RecordedStep] = {}  # the cheapest first
         self.module = Replay()
 
     @property
@@ -139,7 +138,7 @@ class StepGraphs:
             log.warning("%d kinds of steps are CUDA graphs, no more: %s", len(self._steps), reason)
             return
         finally:
-            self._in_order = cheapest_first(self._steps)
+            self._steps = {shape: self._steps[shape] for shape in cheapest_first(self._steps)}
         seconds = time.perf_counter() - started
         log.info("recorded %d kinds of steps as CUDA graphs in %.1f s", len(self._steps), seconds)
         if gauge is not None:
@@ -149,7 +148,7 @@ class StepGraphs:
 
     def start(self, inputs: StepInputs, previous: Int64 | None) -> DevicePass | None:
         """Queue the pass, as EagerPasses does; None for a step that no recording holds."""
-        shape = shape_for(inputs, self._in_order, self._carried.num_again(inputs))
+        shape = shape_for(inputs, self._steps, self._carried.num_again(inputs))
         if shape is None:
             return None
         step = self._steps[shape]
