@@ -41,6 +41,7 @@ from tests.bench.scale import run_scale
 from tests.bench.scrape import run_scrape
 from tests.bench.speculation import run_speculation
 from tests.bench.start import run_start
+from tests.bench.stated_asking import run_stated_asking
 from tests.bench.stated_pair import run_stated_pair
 from tests.bench.streams import BenchmarkFailed
 from tests.bench.ttft import run_ttft
@@ -74,6 +75,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "hybrid": run_hybrid,
     "delayed": run_delayed,
     "crowd": run_crowd,
+    "stated-asking": run_stated_asking,
     "stated-pair": run_stated_pair,
     "repetitive": run_repetitive,
     "batches": run_batches,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
@@ -68,16 +69,19 @@ def save_model(tokenizer_from: Path, directory: Path) -> None:
         shutil.copy(file, directory)
 
 
-def burst(server: StatedServer, client: JsonWorker, batch: int) -> BurstFigures:
-    """So many streams at once, of MAX_TOKENS each."""
+def burst(
+    server: StatedServer, client: JsonWorker, batch: int, more: Mapping[str, Any] | None = None
+) -> list[StreamRecord]:
+    """So many streams at once, of MAX_TOKENS each, of which the first asks for `more`."""
     body = {"max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
     bodies = [{**body, "prompt": f"Stream {number} says"} for number in range(batch)]
+    bodies[0] |= more or {}
     question = {"host": server.host, "port": server.port, "bodies": bodies, "timeout_s": HTTP_TIMEOUT_S}
     answer = client.ask(question, HTTP_TIMEOUT_S + 10)
     records = [StreamRecord.from_json(record) for record in answer["records"]]
     if any(record.num_output_tokens != MAX_TOKENS for record in records):
         raise BenchmarkFailed("a stream ended early")
-    return BurstFigures.of(records)
+    return records
 
 
 def run_crowd(context: BenchContext) -> list[Section]:
@@ -100,7 +104,7 @@ def _measure(context: BenchContext, section: Section, model: Path, device: Devic
         for batch in BATCHES:
             context.say(f"crowd, {device.name}, {batch} streams")
             burst(server, client, batch)  # not counted
-            runs = [burst(server, client, batch) for _ in range(context.runs)]
+            runs = [BurstFigures.of(burst(server, client, batch)) for _ in range(context.runs)]
             name = f"{device.name}, {batch} stream{'s' if batch > 1 else ''}"
             section.add(name, "a step", "ms", [device.step_of(batch)])
             section.add(name, "delivered", "tokens/s", [run.output_tokens_per_s for run in runs])

@@ -15,17 +15,15 @@ from transformers import AutoTokenizer
 
 from engine.plan.step_records import Int64
 from tests.bench.context import BenchContext
-from tests.bench.crowd import StatedServer, save_model
+from tests.bench.crowd import StatedServer, burst, save_model
 from tests.bench.gpu.made_models import random_walk, strayed
-from tests.bench.load import HTTP_TIMEOUT_S
 from tests.bench.processes import JsonWorker
 from tests.bench.report import Bar, Section
 from tests.bench.stated_device import StepTimes
 from tests.bench.stated_server import StatedModels
-from tests.bench.streams import BenchmarkFailed, StreamRecord, decode_rate, percentile
+from tests.bench.streams import decode_rate, percentile
 
 BATCHES = (1, 4, 16, 64)
-MAX_TOKENS = 400
 AGREEMENT = 0.8
 TARGET = StepTimes(4e-3, 25e-6, 20e-6)
 DRAFT = StepTimes(0.6e-3, 6e-6, 2.5e-6)
@@ -73,19 +71,12 @@ class Arms:
             server.wait_ready()
         self._client = stack.enter_context(JsonWorker("tests.bench.load_client"))
 
-    def turn(self, batch: int, run: int) -> dict[str, float]:
-        """Tokens a second of a stream by schedule, of one burst each."""
-        return {schedule: self._rate(server, batch, run) for schedule, server in self.servers.items()}
+    def turn(self, batch: int) -> dict[str, float]:
+        """Tokens a second of the middle stream by schedule, of one burst each."""
+        return {schedule: self._rate(server, batch) for schedule, server in self.servers.items()}
 
-    def _rate(self, server: StatedServer, batch: int, run: int) -> float:
-        body = {"max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
-        bodies = [{**body, "prompt": f"Stream {number} of {run} says"} for number in range(batch)]
-        question = {"host": server.host, "port": server.port, "bodies": bodies, "timeout_s": HTTP_TIMEOUT_S}
-        answer = self._client.ask(question, HTTP_TIMEOUT_S + 10)
-        records = [StreamRecord.from_json(record) for record in answer["records"]]
-        if any(record.num_output_tokens != MAX_TOKENS for record in records):
-            raise BenchmarkFailed("a stream ended early")
-        return percentile([decode_rate(record) for record in records], 50)
+    def _rate(self, server: StatedServer, batch: int) -> float:
+        return percentile([decode_rate(record) for record in burst(server, self._client, batch)], 50)
 
 
 def run_stated_pair(context: BenchContext) -> list[Section]:
@@ -106,8 +97,8 @@ def _measure(context: BenchContext, section: Section, directory: Path, *, is_apa
         arms = Arms(stack, directory, is_apart=is_apart)
         for batch in BATCHES:
             context.say(f"stated-pair, {place}, batch {batch}")
-            arms.turn(batch, 0)  # in which they find out what pays
-            turns = [arms.turn(batch, 1 + run) for run in range(context.runs)]
+            arms.turn(batch)  # in which they find out what pays
+            turns = [arms.turn(batch) for _ in range(context.runs)]
             name = f"{place}, batch {batch}"
             for schedule in SCHEDULES:
                 section.add(name, schedule, "tokens/s", [turn[schedule] for turn in turns])
