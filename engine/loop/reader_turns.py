@@ -7,7 +7,7 @@ from collections import deque
 
 READERS_A_TURN = 32  # of some 40 µs each, where each writes an event to a socket
 FEW_READERS = 8  # done before a hold would be
-LONGEST_HOLD_S = 0.001  # several times what the host takes to queue a recorded step
+LONGEST_HOLD_S = 0.003  # several times what the host takes to queue a draw of all kinds and a recorded step
 
 
 class ReaderTurns:
