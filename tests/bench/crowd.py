@@ -51,9 +51,15 @@ class StatedServer(HttpChild):
         super().__init__([*command, *flags], port, "/health/ready")
 
 
-def save_model(tokenizer_from: Path, directory: Path) -> None:
+def save_model_like(other: Path, directory: Path) -> None:
     """A model of one small layer with the tokenizer, and so the vocabulary, of another."""
-    vocab_size = AutoConfig.from_pretrained(tokenizer_from).vocab_size
+    save_model(directory, AutoConfig.from_pretrained(other).vocab_size)
+    for file in other.glob("*token*"):
+        shutil.copy(file, directory)
+
+
+def save_model(directory: Path, vocab_size: int) -> None:
+    """A model of one small layer."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=32,
@@ -65,8 +71,6 @@ def save_model(tokenizer_from: Path, directory: Path) -> None:
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).bfloat16().save_pretrained(directory)
-    for file in tokenizer_from.glob("*token*"):
-        shutil.copy(file, directory)
 
 
 def burst(
@@ -88,7 +92,7 @@ def run_crowd(context: BenchContext) -> list[Section]:
     """The section `crowd`."""
     section = Section("crowd", "streams over HTTP from a device whose steps last a stated time")
     with TemporaryDirectory(prefix="slipstream-crowd-") as directory:
-        save_model(context.model_directory, Path(directory))
+        save_model_like(context.model_directory, Path(directory))
         for device in DEVICES:
             _measure(context, section, Path(directory), device)
     return [section]

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from engine.plan.step_records import Int64
 from tests.bench.context import BenchContext
-from tests.bench.crowd import StatedServer, burst, save_model
+from tests.bench.crowd import StatedServer, burst, save_model_like
 from tests.bench.gpu.made_models import random_walk, strayed
 from tests.bench.processes import JsonWorker
 from tests.bench.report import Bar, Section
@@ -84,7 +84,7 @@ def run_stated_pair(context: BenchContext) -> list[Section]:
     section = Section("stated-pair", "drafts that are right four times of five, on a device of stated times")
     with TemporaryDirectory(prefix="slipstream-pair-") as name:
         directory = Path(name)
-        save_model(context.model_directory, directory)
+        save_model_like(context.model_directory, directory)
         save_walks(directory, directory / "walks.npz")
         for is_apart in (False, True):
             _measure(context, section, directory, is_apart=is_apart)

@@ -22,7 +22,7 @@ from tests.bench.report import Bar, Section
 BAR = 0.9  # of the tokens a second without
 _RUNS = 3
 # Nothing that a random model says ends it: after a few forced tokens it is inside a string.
-SCHEMA = {
+_SCHEMA = {
     "type": "object",
     "properties": {"lines": {"type": "array", "items": {"type": "string"}}},
     "required": ["lines"],
@@ -82,7 +82,7 @@ def compiled(tokenizer: Tokenizer) -> CompiledGrammar | None:
     if find_spec("llguidance") is None:
         return None
     compiler = GrammarCompiler(tokenizer.pieces, tokenizer.vocab_size, frozenset())
-    return compiler.compile(StructuredOutput("json_schema", json.dumps(SCHEMA)))
+    return compiler.compile(StructuredOutput("json_schema", json.dumps(_SCHEMA)))
 
 
 def asking(request: GenerationRequest, schema: CompiledGrammar | None) -> GenerationRequest:

@@ -124,6 +124,16 @@ def make_walk(loaded: LoadedModel, successors: torch.Tensor) -> None:
 
 
 def make_tokenizer(vocab_size: int, *, spells: bool = False) -> Tokenizer:
+    """That of `save_tokenizer`."""
+    with TemporaryDirectory() as directory:
+        save_tokenizer(Path(directory), vocab_size, spells=spells)
+        config = Path(directory, "config.json")
+        if not config.exists():
+            config.write_text(json.dumps({"model_type": "llama"}), encoding="utf-8")
+        return Tokenizer(Path(directory))
+
+
+def save_tokenizer(directory: Path, vocab_size: int, *, spells: bool = False) -> None:
     """Words that are numbers, one a token: the text of a reply costs what it would cost.
 
     One that `spells` has every byte before them, so that it can say anything, as JSON.
@@ -135,9 +145,4 @@ def make_tokenizer(vocab_size: int, *, spells: bool = False) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=_SPECIAL[0], eos_token=_SPECIAL[1])
-    with TemporaryDirectory() as directory:
-        fast.save_pretrained(directory)
-        config = Path(directory, "config.json")
-        if not config.exists():
-            config.write_text(json.dumps({"model_type": "llama"}), encoding="utf-8")
-        return Tokenizer(Path(directory))
+    fast.save_pretrained(directory)
