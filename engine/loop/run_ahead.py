@@ -28,11 +28,15 @@ _HANGING_S = 30.0  # after which a micro-step that is still out is reported
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A drafter, and whether it is fit to be asked. It is not quick after a step waited for it in vain."""
+    """A drafter, and whether it is fit to be asked. It is not quick after a step waited for it in vain.
+
+    Its last micro-step took `seconds`.
+    """
 
     link: DrafterLink
     breaker: CircuitBreaker
     is_quick: bool = True
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -113,10 +117,13 @@ class RunAhead:
             self._arm = self._chooser.arm(num_seqs)
         self._awaited = {"async": self._readers, "off": []}.get(self._arm, self._remote)
         self._is_before_step = True
+        step_s = decoder.costs.seconds(max(1, num_seqs), max(1, num_seqs)) or 0.0
         awaited = [entry.link for entry in self._awaited if self._is_fit(entry)]
-        ahead = [entry.link for entry in self._ahead if self._is_fit(entry)] if self._runs_ahead else None
+        ahead = None
+        if self._runs_ahead:  # one that takes longer than a step keeps none from being launched ahead
+            ahead = [each.link for each in self._ahead if self._is_fit(each) and each.seconds <= step_s]
         decoder.begin_step(awaited, ahead=ahead, keeps_lanes=self._arm == "lanes")
-        self._patience_s = max(_PATIENCE_S, decoder.costs.seconds(max(1, num_seqs), max(1, num_seqs)) or 0.0)
+        self._patience_s = max(_PATIENCE_S, step_s)
 
     async def draft_once(self) -> bool:
         """Draft what the next step waits for, what is still out first; False when all of it is there."""
@@ -274,13 +281,13 @@ class RunAhead:
     def _submit(self, entry: _Entry, jobs: list[DraftJob], closed: Sequence[str]) -> _DraftTask | None:
         if self._is_stopped:
             return None
-        loop = asyncio.get_running_loop()
+        loop, started = asyncio.get_running_loop(), self._clock()
         try:
             future = loop.run_in_executor(self._executor, self._micro_step, entry.link.drafter, closed, jobs)
         except RuntimeError as error:  # no thread can be started
             self._fail(entry, jobs, error)
             return None
-        task = self._task = _DraftTask(entry, jobs, future, self._clock())
+        task = self._task = _DraftTask(entry, jobs, future, started)
         future.add_done_callback(lambda _: self._complete(task))
         return task
 
@@ -291,6 +298,7 @@ class RunAhead:
         error = task.future.exception()
         result = task.future.result() if error is None else error
         seconds = self._clock() - task.started
+        task.entry.seconds = seconds
         task.entry.is_quick = seconds <= self._patience_s
         self._take(task.entry, task.jobs, result)
         if self._is_resting:

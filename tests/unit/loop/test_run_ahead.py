@@ -636,6 +636,22 @@ async def test_no_step_waits_for_drafts_of_one_that_is_left_alone(schedule: Sche
     assert not stage.decoder.expects_drafts([a]), "the device may have the next step at once"
 
 
+@pytest.mark.parametrize(("draft_s", "is_expected"), [(0.01, True), (0.05, False)])
+async def test_who_drafts_for_longer_than_a_step_lasts_keeps_none_from_being_launched_ahead(
+    draft_s: float, is_expected: bool
+) -> None:
+    clock = ManualClock()
+    stage = Stage("async", perfect(before=lambda _: clock.advance(draft_s)), clock=clock)
+    for _ in range(20):
+        stage.decoder.costs.observe(1, 1, 0.02)
+    a = stage.open()
+    await stage.step(a)
+    stage.decoder.pause("a")
+    stage.decoder.open(a)  # without the drafts that were made beside the step
+    stage.run_ahead.choose_arm(1)
+    assert stage.decoder.expects_drafts([a]) is is_expected
+
+
 async def test_while_one_is_left_alone_the_next_drafts() -> None:
     first, second = perfect(before=raising(ValueError("no"))), perfect(method="medusa")
     stage = Stage("sync", first, second)
