@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,8 @@ from torch import Tensor
 
 _GRAIN = 32_768  # numbers that torch gives a thread at least
 _VECTORS = 64  # numbers; a multiple of what any CPU's loop takes at once
-_ROWS = 8  # of one product: a decode alone pays for as many
+_ROWS = (8, 16, 32)  # of one product, as few as will do: a decode alone pays for as many
+_TRIED = ((32, 1), (32, 3), (160, 2), (160, 3), (2048, 64))  # inputs and outputs
 
 
 def alike(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
@@ -34,14 +36,35 @@ def in_blocks(multiply: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     """What a product `multiply` makes of `rows`, [.., N, inputs]: [.., N, outputs], each row's bits its own.
 
     On a CPU torch adds up the products of float32 in an order that depends on how many rows there are. Here
-    there are always as many; their inputs should be a multiple of four, or their places in a block may count,
-    too. In fewer bits another library multiplies, and no row was seen to differ.
+    there are always as many, of which none has its bits by its place; their inputs should be a multiple of
+    four, or it may. In fewer bits another library multiplies, and no row was seen to differ.
     """
     if rows.device.type != "cpu" or rows.dtype is not torch.float32:
         return multiply(rows)
-    count = rows.shape[-2]
-    blocks = torch.split(F.pad(rows, (0, 0, 0, -count % _ROWS)), _ROWS, dim=-2)
+    count, size = rows.shape[-2], rows_of_a_block()
+    blocks = torch.split(F.pad(rows, (0, 0, 0, -count % size)), size, dim=-2)
     return torch.cat([multiply(block) for block in blocks], dim=-2)[..., :count, :]
+
+
+@cache
+def rows_of_a_block() -> int:
+    """The fewest rows that torch multiplies alike at any place among them, as it computes on this machine.
+
+    Eight by two or three outputs it does not on Intel's processors with AMX.
+    """
+    return next((count for count in _ROWS if _are_alike(count)), _ROWS[-1])
+
+
+def _are_alike(count: int) -> bool:
+    """Whether none of so many rows has its bits by its place, of the products that are tried."""
+    generator = torch.Generator().manual_seed(0)
+    for inputs, outputs in _TRIED:
+        rows, weight = (torch.randn(each, inputs, generator=generator) for each in (count, outputs))
+        whole = F.linear(rows, weight)
+        for shift in range(1, count):
+            if not torch.equal(F.linear(rows.roll(shift, 0), weight), whole.roll(shift, 0)):
+                return False
+    return True
 
 
 def steady_product(rows: Tensor, weight: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.compute.steady_numbers import alike, in_blocks, steady_product
+from engine.compute import steady_numbers
+from engine.compute.steady_numbers import alike, in_blocks, rows_of_a_block, steady_product
 
 FUNCTIONS = {"softplus": F.softplus, "sigmoid": torch.sigmoid, "SiLU": F.silu, "GELU": F.gelu}
 
@@ -50,7 +51,9 @@ def of_many(rows: Tensor) -> Tensor:
 def test_a_row_has_its_product_in_any_company(shape: tuple[int, ...]) -> None:
     rows = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     whole, count = in_blocks(of_many, rows), shape[-2]
-    torch.testing.assert_close(whole, rows.sum(-1, keepdim=True).expand(*shape[:-1], 3) * 1.08)
+    torch.testing.assert_close(
+        whole, rows.sum(-1, keepdim=True).expand(*shape[:-1], 3) * (1 + rows_of_a_block() / 100)
+    )
     for first, stop in ((0, 1), (1, 3), (3, 12), (count - 4, count)):
         assert torch.equal(in_blocks(of_many, rows[..., first:stop, :]), whole[..., first:stop, :])
 
@@ -70,3 +73,18 @@ def test_so_it_has_of_torchs_products(inputs: int, outputs: int, num_threads: in
     torch.testing.assert_close(whole, F.linear(rows, weight), rtol=1e-4, atol=1e-4)
     for first, stop in ((0, 1), (1, 3), (3, 20), (36, 40)):
         assert torch.equal(steady_product(rows[first:stop], weight), whole[first:stop])
+
+
+def test_a_block_has_as_many_rows_as_are_multiplied_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    def linear(rows: Tensor, weight: Tensor) -> Tensor:
+        """Rounds the last of eight rows otherwise."""
+        product = rows.double() @ weight.double().T
+        product[7:8] *= 1 + 1e-3 * (len(rows) == 8)
+        return product.float()
+
+    rows_of_a_block.cache_clear()
+    try:
+        monkeypatch.setattr(steady_numbers.F, "linear", linear)
+        assert rows_of_a_block() == 16
+    finally:
+        rows_of_a_block.cache_clear()
