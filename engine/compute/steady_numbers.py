@@ -12,6 +12,7 @@ from torch import Tensor
 _GRAIN = 32_768  # numbers that torch gives a thread at least
 _VECTORS = 64  # numbers; a multiple of what any CPU's loop takes at once
 _ROWS = (8, 16, 32)  # of one product, as few as will do: a decode alone pays for as many
+_MANY, _INPUTS, _OUTPUTS = (16, 40), 512, 128  # heads and rows: a product as of latent attention
 _TRIED = ((32, 1), (32, 3), (160, 2), (160, 3), (2048, 64))  # inputs and outputs
 
 
@@ -37,13 +38,29 @@ def in_blocks(multiply: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
 
     On a CPU torch adds up the products of float32 in an order that depends on how many rows there are. Here
     there are always as many, of which none has its bits by its place; their inputs should be a multiple of
-    four, or it may. In fewer bits another library multiplies, and no row was seen to differ.
+    four, or it may. In fewer bits another library multiplies, which differs by company on some processors.
     """
-    if rows.device.type != "cpu" or rows.dtype is not torch.float32:
+    if rows.device.type != "cpu" or is_steady(rows.dtype):
         return multiply(rows)
     count, size = rows.shape[-2], rows_of_a_block()
     blocks = torch.split(F.pad(rows, (0, 0, 0, -count % size)), size, dim=-2)
     return torch.cat([multiply(block) for block in blocks], dim=-2)[..., :count, :]
+
+
+@cache
+def is_steady(dtype: torch.dtype) -> bool:
+    """Whether torch multiplies a row of this type alike in any company, as it computes on this machine.
+
+    Of bfloat16 it does not on Intel's processors with AMX.
+    """
+    if dtype is torch.float32:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(*_MANY, _INPUTS, generator=generator).to(dtype)
+    weights = torch.randn(_MANY[0], _INPUTS, _OUTPUTS, generator=generator).to(dtype)
+    whole = rows @ weights
+    parts = ((0, 1), (1, 3), (3, 20), (36, 40))
+    return all(torch.equal(rows[:, a:b] @ weights, whole[:, a:b]) for a, b in parts)
 
 
 @cache

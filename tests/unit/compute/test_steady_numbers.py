@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.compute import steady_numbers
-from engine.compute.steady_numbers import alike, in_blocks, rows_of_a_block, steady_product
+from engine.compute.steady_numbers import alike, in_blocks, is_steady, rows_of_a_block, steady_product
 
 FUNCTIONS = {"softplus": F.softplus, "sigmoid": torch.sigmoid, "SiLU": F.silu, "GELU": F.gelu}
 
@@ -58,7 +58,11 @@ def test_a_row_has_its_product_in_any_company(shape: tuple[int, ...]) -> None:
         assert torch.equal(in_blocks(of_many, rows[..., first:stop, :]), whole[..., first:stop, :])
 
 
-def test_of_no_rows_there_is_no_product_and_fewer_bits_are_multiplied_at_once() -> None:
+def test_of_no_rows_there_is_no_product_and_what_is_steady_is_multiplied_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not is_steady(torch.float32)
+    monkeypatch.setattr(steady_numbers, "is_steady", lambda dtype: dtype is torch.bfloat16)
     assert in_blocks(of_many, torch.empty(2, 0, 6)).shape == (2, 0, 3)
     rows = torch.ones(40, 6, dtype=torch.bfloat16)
     assert torch.equal(in_blocks(of_many, rows), of_many(rows))
@@ -84,7 +88,7 @@ def test_a_block_has_as_many_rows_as_are_multiplied_alike(monkeypatch: pytest.Mo
 
     rows_of_a_block.cache_clear()
     try:
-        monkeypatch.setattr(steady_numbers.F, "linear", linear)
+        monkeypatch.setattr(F, "linear", linear)
         assert rows_of_a_block() == 16
     finally:
         rows_of_a_block.cache_clear()
