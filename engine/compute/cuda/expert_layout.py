@@ -125,6 +125,15 @@ def rows_of_each_layout(each: int, shape: ExpertShape) -> tuple[int, ...]:
     return tuple(sorted({1, found + 1, *(end + 1 for end in ends)}))
 
 
+def rows_of_each_way(choice: Choice, shape: ExpertShape) -> tuple[int, ...]:
+    """The fewest rows that have each layout of few, and the fewest that are many.
+
+    For experts that all rows go through, which of many rows are no more of the others.
+    """
+    of_few = rows_of_each_layout(choice.each + choice.num_shared, shape)
+    return (*(count for count in of_few if count <= FEW_ROWS), FEW_ROWS + 1)
+
+
 def _most_rows_found(each: int) -> int:
     """Of so many experts each, the most whose pairs are found and not sorted."""
     return min(FEW_ROWS, MOST_FOUND // each)

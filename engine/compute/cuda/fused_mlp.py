@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from engine.compute.cuda.expert_layout import FEW_ROWS, rows_of_each_layout
+from engine.compute.cuda.expert_layout import FEW_ROWS, rows_of_each_way
 from engine.compute.cuda.fused_experts import FusedExperts
 from engine.compute.cuda.fused_norms import (
     Beside,
@@ -263,8 +263,7 @@ class ExpertsBeside(nn.Module):
         if self._of_few is None:
             return ()
         router, experts = self._of_few
-        of_few = rows_of_each_layout(router.choice.each + router.choice.num_shared, experts.shape)
-        return (*(count for count in of_few if count <= FEW_ROWS), FEW_ROWS + 1)
+        return rows_of_each_way(router.choice, experts.shape)
 
     def middle(self, of: Sum, by: RowNorm) -> Attended:
         """A sum and its norm, with what is given here, where that comes in the same launch."""

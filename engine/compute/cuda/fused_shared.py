@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.compute.cuda.expert_layout import FEW_ROWS, rows_of_each_layout
+from engine.compute.cuda.expert_layout import FEW_ROWS, rows_of_each_way
 from engine.compute.cuda.fused_experts import FusedExperts, repeated, summed
 from engine.compute.cuda.fused_norms import ExpertAnswers
 from engine.compute.cuda.fused_parts import FusedMlp
@@ -72,8 +72,7 @@ class FusedSharing(nn.Module):
         if self._of_few is None:
             return ()
         gate, experts = self._of_few
-        of_few = rows_of_each_layout(gate.choice.each + gate.choice.num_shared, experts.shape)
-        return (*(count for count in of_few if count <= FEW_ROWS), FEW_ROWS + 1)
+        return rows_of_each_way(gate.choice, experts.shape)
 
 
 @torch.inference_mode()

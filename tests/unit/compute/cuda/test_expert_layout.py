@@ -7,9 +7,11 @@ import pytest
 from engine.compute.cuda.expert_layout import (
     FEW_ROWS,
     MOST_FOUND,
+    Choice,
     ExpertShape,
     layout_for,
     rows_of_each_layout,
+    rows_of_each_way,
     step_of,
 )
 
@@ -36,6 +38,11 @@ def test_few_pairs_need_no_sorting_and_begin_a_tile_each(shape: ExpertShape, eac
     found, sorting = (layout_for(count, each, shape) for count in (most, most + 1))
     assert found.most_found == MOST_FOUND and not sorting.most_found
     assert found.num_tiles(most * each, shape.count) == most * each
+
+
+def test_with_experts_that_all_rows_go_through_many_rows_are_a_way_of_their_own() -> None:
+    shape = ExpertShape(64, 2048, 1536, num_shared=1)
+    assert rows_of_each_way(Choice(64, 4, num_shared=1), shape) == (1, MOST_FOUND // 5 + 1, FEW_ROWS + 1)
 
 
 def test_a_tile_takes_whole_lines_of_weights_at_a_time() -> None:
