@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from threading import Lock
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -24,7 +24,9 @@ from engine.compute.cuda.graphs.launched import Launched
 from engine.compute.cuda.graphs.step_graphs import GraphLimits
 from engine.compute.cuda.triton_tables import StepTables
 from engine.compute.cuda.triton_work import Workforce
+from engine.compute.drafters.draft_chain import ChainRest
 from engine.compute.recurrent.recurrent_runner import RecurrentRunner
+from engine.compute.runner.following_steps import FollowingSteps
 from engine.compute.runner.model_runner import ModelRunner
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.sampling.processors import Filters
@@ -33,6 +35,7 @@ from engine.compute.verification.verified import Draws, commit_rows
 from engine.plan.step_records import Int64, SampledRows, SamplingInputs, StepInputs, StepResult
 from tests.support.recorded import TabledReference, TabledStep
 
+T = TypeVar("T")
 NUM_PROCESSORS = 132  # an H200's: what work is divided among
 
 
@@ -45,8 +48,11 @@ class StepTimes(NamedTuple):
 
     def of(self, inputs: StepInputs) -> float:
         """Seconds of this step."""
-        read_s = self.sequence_s * len(inputs.query_lens)
-        return max(self.step_s, self.token_s * len(inputs.token_ids)) + read_s
+        return self.of_tokens(len(inputs.token_ids), len(inputs.query_lens))
+
+    def of_tokens(self, num_tokens: int, num_sequences: int) -> float:
+        """Seconds of a step of so many."""
+        return max(self.step_s, self.token_s * num_tokens) + self.sequence_s * num_sequences
 
 
 class StatedDevice:
@@ -87,8 +93,11 @@ class StatedRunner:
         self._successors = successors
         self._drawn: Int64 | None = None  # [R] of the last launch
         self._ends_at = 0.0  # the last step
+        self._step_s = 0.0  # of those that are being queued
+        self._num_begun = 0  # of them
         self.kv, self.parts = runner.kv, runner.parts
         self.pass_modules = runner.pass_modules
+        runner.graphs.module.register_forward_hook(self._begin)
 
     def warm_up(self) -> None:
         """See CudaRunner."""
@@ -101,12 +110,37 @@ class StatedRunner:
 
     def launch(self, inputs: StepInputs) -> StatedStep:
         """See AheadRunner."""
-        step = self._runner.launch(inputs)
-        begin = max(self._ends_at, time.perf_counter())
-        self._ends_at = self._device.take(self._times.of(inputs))
+        seconds = self._times.of(inputs)
+        step = self._begun(seconds, 1, lambda: self._runner.launch(inputs))
         if self._successors is not None:
             self._drawn = self._followers(inputs, self._successors)
-        return StatedStep(step, inputs, begin, self._ends_at, self._drawn)
+        return StatedStep(step, inputs, seconds, self._ends_at, self._drawn)
+
+    def follow(self, steps: FollowingSteps) -> StatedChain:
+        """See CudaRunner."""
+        seconds = self._times.of_tokens(steps.num_rows, steps.num_rows)
+        rest = self._begun(seconds, len(steps), lambda: self._runner.follow(steps))
+        drawn = None
+        if self._successors is not None:
+            assert self._drawn is not None, "a step that goes on has one before it"
+            token_ids, rows = self._drawn[steps.previous_rows], []
+            for _ in range(len(steps)):
+                token_ids = self._successors[token_ids]
+                rows.append(token_ids)
+            drawn, self._drawn = np.stack(rows), token_ids
+        return StatedChain(rest, self._ends_at, drawn)
+
+    def _begun(self, seconds: float, num_steps: int, queue: Callable[[], T]) -> T:
+        """Have the device work so long on each step: from its replay on, or if none, when all is queued."""
+        self._step_s, self._num_begun = seconds, 0
+        queued = queue()
+        for _ in range(num_steps - self._num_begun):
+            self._begin()
+        return queued
+
+    def _begin(self, *_: object) -> None:
+        self._num_begun += 1
+        self._ends_at = self._device.take(self._step_s)
 
     def _followers(self, inputs: StepInputs, successors: Int64) -> Int64:
         """What each row draws, [R]."""
@@ -121,11 +155,11 @@ class StatedStep:
     """A LaunchedStep that is over when its time has come."""
 
     def __init__(
-        self, step: Launched, inputs: StepInputs, begin: float, ends_at: float, drawn: Int64 | None
+        self, step: Launched, inputs: StepInputs, seconds: float, ends_at: float, drawn: Int64 | None
     ) -> None:
         self._step = step
         self._inputs = inputs
-        self._begin = begin
+        self._seconds = seconds
         self._ends_at = ends_at
         self._drawn = drawn
 
@@ -136,7 +170,7 @@ class StatedStep:
     def wait(self) -> StepResult:
         """See LaunchedStep."""
         time.sleep(max(0.0, self._ends_at - time.perf_counter()))
-        result = replace(self._step.wait(), forward_s=self._ends_at - self._begin, sample_s=0.0)
+        result = replace(self._step.wait(), forward_s=self._seconds, sample_s=0.0)
         return result if self._drawn is None else replace(result, rows=self._judged(self._drawn))
 
     def _judged(self, drawn: Int64) -> SampledRows:
@@ -146,6 +180,21 @@ class StatedStep:
         drafts = DraftRows.of(self._inputs.drafts)
         draws = Draws(drawn, {}, frozenset(), None)
         return commit_rows(None, self._inputs.sampling, drafts, draws, drafts.follow(drawn)).rows
+
+
+class StatedChain:
+    """Steps of a chain, which are over when their time has come."""
+
+    def __init__(self, rest: ChainRest, ends_at: float, drawn: Int64 | None) -> None:
+        self._rest = rest
+        self._ends_at = ends_at
+        self._drawn = drawn
+
+    def wait(self) -> Int64:
+        """See ChainRest."""
+        time.sleep(max(0.0, self._ends_at - time.perf_counter()))
+        token_ids = self._rest.wait()
+        return token_ids if self._drawn is None else self._drawn
 
 
 class _Forward:

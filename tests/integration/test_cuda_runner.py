@@ -21,6 +21,7 @@ from engine.compute.cuda.graphs import step_graphs
 from engine.compute.cuda.graphs.graph_shapes import MAX_QUERY_LEN, GraphShape
 from engine.compute.cuda.graphs.step_graphs import GraphLimits
 from engine.compute.runner.dummy_steps import Part, pack_step
+from engine.compute.runner.following_steps import FollowingSteps
 from engine.compute.runner.model_runner import ForDrafts, ModelRunner
 from engine.compute.sampling.processors import Filters
 from engine.compute.sampling.sampler import NOT_FINITE, Sampler
@@ -38,6 +39,7 @@ from engine.plan.step_records import (
     StepResult,
     TokenLogprobs,
 )
+from tests.support.device_waits import WaitingRefused
 from tests.support.packed import load_tiny, random_tokens
 from tests.support.recorded import Playback, TabledReference, with_sampling
 from tests.support.sampling_reference import counted
@@ -507,6 +509,74 @@ def test_rows_that_are_not_finite_fail_alone() -> None:
             ours.token_ids[row] = expected.token_ids[row]  # means nothing
         assert ours == expected
         assert list(flying[1].wait().rows.row_errors or ()) == [1]
+
+
+def chain(asked: str, num_steps: Sequence[int]) -> tuple[StepInputs, FollowingSteps]:
+    """A step of three sequences, and so many behind it of each."""
+    first = with_sampling(decode([0, 1, 2], 9, 0.9 if asked == "all" else 0.0), seed=np.arange(3))
+    if asked == "all":
+        top_p, top_k = np.array([1, 0.7, 1], np.float32), np.array([0, 0, 5], np.int32)
+        first = with_sampling(first, top_p=top_p, top_k=top_k)
+    steps = FollowingSteps.behind(first, np.array(num_steps), BLOCK_SIZE)
+    assert steps is not None
+    return first, steps
+
+
+@pytest.mark.parametrize("asked", ["nothing", "all"])
+@pytest.mark.parametrize("num_steps", [[3, 3, 3], [5, 0, 2], [1, 4, 0]])
+def test_steps_that_follow_one_another_draw_what_they_draw_one_by_one(
+    asked: str, num_steps: list[int]
+) -> None:
+    """Recorded and told at once, or each launched by itself: the tokens of single steps, and their K/V."""
+    first, steps = chain(asked, num_steps)
+    alone, recorded, apart = make_plain(), make_ahead(), make_ahead()
+    apart.graphs._steps.clear()
+    fill_with_noise(alone, recorded, apart)
+    rows = alone.run(first).rows.token_ids
+    expected = np.full(steps.slots.shape, -1)
+    last = np.array(rows)[steps.previous_rows]
+    for number in range(len(steps)):
+        goes_on = steps.slots[number] >= 0
+        inputs = replace(steps.step(number), token_ids=last[goes_on], previous_rows=None)
+        last[goes_on] = expected[number, goes_on] = alone.run(inputs).rows.token_ids
+    replayed = count_replays(recorded)
+    for ahead in (recorded, apart):
+        step = ahead.launch(first)
+        with WaitingRefused():  # type: ignore[no-untyped-call]
+            rest = ahead.follow(steps)
+        assert step.wait().rows.token_ids == rows
+        assert np.where(steps.slots >= 0, rest.wait(), -1).tolist() == expected.tolist()
+        for mine, theirs in zip(ahead.kv.tensors, alone.kv.tensors, strict=True):
+            torch.testing.assert_close(mine, theirs)
+    assert len(replayed) == 1 + len(steps)
+
+
+def test_of_steps_that_follow_one_another_a_row_that_is_not_finite_fails_alone() -> None:
+    first, steps = chain("all", [3, 3, 3])
+    ahead = make_ahead()
+    fill_with_noise(ahead)
+    expected = (ahead.launch(first), ahead.follow(steps))[1].wait()
+    ahead.kv.values[0][BLOCKS[1][0]] = torch.nan
+    found = (ahead.launch(first), ahead.follow(steps))[1].wait()
+    assert (found[:, 1] == -1).all()
+    assert found[:, [0, 2]].tolist() == expected[:, [0, 2]].tolist()
+
+
+def test_where_a_step_that_follows_fails_the_device_is_done_with_those_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, steps = chain("nothing", [3, 3, 3])
+    ahead = make_ahead()
+    waited: list[object] = []
+    ahead.launch(first)
+    monkeypatch.setattr("engine.compute.cuda.cuda_runner.wait_for", waited.append)
+    replayed = count_replays(ahead)
+    ahead.graphs.module.register_forward_hook(
+        lambda *_: failing(RuntimeError("lost"))() if len(replayed) == 2 else None
+    )
+    with pytest.raises(RuntimeError, match="lost"):
+        ahead.follow(steps)
+    assert len(waited) == 1 and len(replayed) == 2
 
 
 def test_blocks_are_moved_first() -> None:

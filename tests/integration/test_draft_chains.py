@@ -11,6 +11,7 @@ from engine.compute.cuda.cuda_runner import CudaRunner
 from engine.compute.drafters.draft_loader import on_device
 from engine.compute.drafters.draft_model import MAX_CHAIN, DraftModelDrafter, DraftSizes
 from engine.compute.loading.loader import LoadedModel
+from engine.compute.runner.following_steps import FollowingSteps
 from engine.plan.request import SamplingParams
 from engine.plan.speculation.drafter import DraftJob, DraftRequest
 from engine.plan.speculation.speculation_config import Verification
@@ -137,7 +138,12 @@ def test_what_a_chain_computed_is_not_computed_again(monkeypatch: pytest.MonkeyP
         sent.append(inputs.positions.tolist())
         return CudaRunner.launch(runner, inputs)  # type: ignore[arg-type]
 
+    def follow(steps: FollowingSteps) -> Any:
+        sent.extend(steps.positions.tolist())
+        return CudaRunner.follow(runner, steps)  # type: ignore[arg-type]
+
     monkeypatch.setattr(runner, "launch", launch)
+    monkeypatch.setattr(runner, "follow", follow)
     sequences.draft({"r0": 3})
     sequences.draft({"r0": 5})
     assert sent == [list(range(9)), [9], [10], [11], [12]]
@@ -157,21 +163,18 @@ def test_no_chain_goes_past_the_models_context() -> None:
         assert len(sequences.drafts["r0"]) == 3
 
 
-def test_a_failed_launch_costs_what_the_sequences_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["launch", "follow"])
+def test_a_failed_launch_costs_what_the_sequences_hold(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(14)
     prompts = {"r0": random_tokens(rng, 9)}
     drafter = chaining(sizes_with())
     sequences = Sequences(drafter, prompts)
     assert drafter._device is not None
-    runner, launched = drafter._device.runner, []
 
-    def launch(inputs: StepInputs) -> Any:
-        launched.append(inputs)
-        if len(launched) == 2:
-            raise RuntimeError("lost")
-        return CudaRunner.launch(runner, inputs)  # type: ignore[arg-type]
+    def lost(_: object) -> Any:
+        raise RuntimeError("lost")
 
-    monkeypatch.setattr(runner, "launch", launch)
+    monkeypatch.setattr(drafter._device.runner, name, lost)
     with pytest.raises(RuntimeError, match="lost"):
         sequences.draft({"r0": 4})
     assert drafter.num_used_blocks == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -279,6 +280,54 @@ def test_a_bucket_is_refilled_in_place(bucket: Bucket, last: list[Chunk], layer:
         for tensor, was in zip(kv.tensors, written, strict=True):
             assert torch.equal(tensor, was)
     assert addresses == [tensor.data_ptr() for tensor in tables.work(shape).items]
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [LayerKv(1, 16, 16), LayerKv(1, 16, 16, window=40), LayerKv(1, 16, 16, chunk=64)],
+    ids=["all", "window", "chunk"],
+)
+@pytest.mark.parametrize("processors", [1, 16])
+def test_work_laid_out_for_keys_to_come_serves_the_steps_that_bring_them(
+    layer: LayerKv, processors: int
+) -> None:
+    """Only lengths, positions and slots are put anew; what lies behind the keys of a step may be anything."""
+    call = LayerCall(0, 0.3, layer.window, None, layer.chunk)
+    attention = backend(processors)
+    kv = KvTensors((layer,), 80, 16, torch.float32, CPU)
+    tables = StepTables(CPU, attention.workforce(kv), Bucket(6, 6, 40))
+    tables.reserve([HeadShape(2, 1, layer.reach)])
+    step = attention.step(tables, kv)
+    contexts = [300, 126, 63, 0]
+    last, _ = scattered_step([Chunk(context + 3) for context in contexts], 16)  # it has the blocks of all
+    for tensor in kv.tensors:
+        tensor.normal_()
+    for number in range(4):
+        positions = np.array(contexts) + number
+        blocks = last.block_tables[np.arange(4), positions // 16].astype(np.int64)
+        inputs = replace(
+            last,
+            positions=positions,
+            slot_mapping=blocks * 16 + positions % 16,
+            kv_lens=(positions + 1).astype(np.int32),
+        )
+        if number == 0:
+            for context, row in zip(contexts, last.block_tables, strict=True):
+                for to_come in range(context, context + 4):
+                    for tensor in kv.tensors:
+                        tensor[row[to_come // 16], :, to_come % 16] = torch.nan
+            tables.fill(inputs, num_to_come=3)
+        for name, array in (
+            ("positions", positions),
+            ("slots", inputs.slot_mapping),
+            ("kv_lens", inputs.kv_lens),
+        ):
+            tables.arrays[name][:4] = torch.from_numpy(array)
+        query, key = torch.randn(6, 2, 16), torch.randn(6, 1, 16)
+        step.write(0, key, key)
+        ours = step.attend(query, call)[:4]
+        reference = AttentionContext(inputs, kv, ReferenceAttention())
+        assert_close(ours, reference.attend(query[:4], key[:4], key[:4], call), torch.float32)
 
 
 def test_places_that_no_token_fills_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:

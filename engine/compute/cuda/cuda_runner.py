@@ -15,13 +15,21 @@ from engine.compute.attention.tree_mask import accepted_moves
 from engine.compute.cuda.device_draw import TORCH_DRAWS, DeviceDraws, DrawColumns, column_words
 from engine.compute.cuda.device_ints import send
 from engine.compute.cuda.graphs.device_pass import DevicePass, EagerPasses, TokenMemory
-from engine.compute.cuda.graphs.launched import Launched, PassMarks, QueuedDraw
+from engine.compute.cuda.graphs.launched import (
+    Launched,
+    LaunchedApart,
+    LaunchedChain,
+    PassMarks,
+    QueuedDraw,
+)
 from engine.compute.cuda.graphs.recorder import Recorder
 from engine.compute.cuda.graphs.step_graphs import GraphLimits, StepGraphs
+from engine.compute.cuda.step_chain import StepChain
 from engine.compute.cuda.step_draw import StepDraw, can_draw
 from engine.compute.recurrent.recurrent_runner import RecurrentRunner
 from engine.compute.runner.device import failures_named, mark, wait_for
 from engine.compute.runner.dummy_steps import plain_sampling
+from engine.compute.runner.following_steps import FollowingSteps
 from engine.compute.runner.model_runner import ModelRunner
 from engine.compute.verification.draft_rows import DraftRows
 from engine.compute.verification.verified import Verified
@@ -87,6 +95,7 @@ class CudaRunner:
         self.graphs = StepGraphs(
             runner.forward, runner.memory, tokens, limits._replace(keeps_features=keeps_features)
         )
+        self._chain = StepChain(self.graphs, tokens, draws.filtered)
 
     @property
     def pass_modules(self) -> tuple[torch.nn.Module, ...]:
@@ -134,6 +143,20 @@ class CudaRunner:
         if not inputs.is_drawn_later:
             launched.draw(inputs.sampling)
         return launched
+
+    @torch.inference_mode()
+    def follow(self, steps: FollowingSteps) -> LaunchedChain | LaunchedApart:
+        """Queue steps behind the one that was launched last, whose tokens the first of them computes.
+
+        `rejection` and `block` are not for them: nothing of them is verified.
+        """
+        with self._done_where_it_fails(), failures_named():
+            drawn = self._chain.queue(steps, self._places[steps.previous_rows])
+        if drawn is None:
+            apart = [self.launch(steps.step(number)) for number in range(len(steps))]
+            return LaunchedApart(apart, steps.slots >= 0)
+        self._places = np.arange(steps.num_rows)
+        return LaunchedChain(mark(self.kv.device), drawn)
 
     @contextmanager
     def _done_where_it_fails(self) -> Iterator[None]:

@@ -300,8 +300,8 @@ def attend_kernel(
         first_query += before
         if first_query >= query_len:
             return
-        stop_key = tl.minimum(stop_key, context + first_query + TILE.queries)
         first_partial += tl.where(first_partial < 0, 0, before)
+    stop_key = tl.minimum(stop_key, context + first_query + TILE.queries)  # work may be laid out for more
 
     ROWS: tl.constexpr = TILE.rows
     COLUMNS: tl.constexpr = TILE.padded_value_dim

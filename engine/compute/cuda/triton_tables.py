@@ -104,10 +104,13 @@ class StepTables:
             num_partials = max_partials(self._workforce, num_items, self._bucket.max_tokens, shape)
             self._works[shape] = DeviceWork(items, self.arrays[f"{number}.merges"], num_partials)
 
-    def fill(self, inputs: StepInputs, others: Mapping[str, Int32] = MappingProxyType({})) -> None:
+    def fill(
+        self, inputs: StepInputs, others: Mapping[str, Int32] = MappingProxyType({}), num_to_come: int = 0
+    ) -> None:
         """Lay out `inputs`, for every shape of a bucket, and `others`, all in one copy.
 
-        Raises ValueError where something is too large.
+        With `num_to_come` the same work serves as many steps more, of one token each: their lengths, slots
+        and positions need only be put in the place of these. Raises ValueError where something is too large.
         """
         trees = tree_masks(inputs)
         arrays = {**others, **_arrays(inputs, trees)}
@@ -122,6 +125,8 @@ class StepTables:
             work = cut_work(self._lengths, shape, self._workforce)
             if work.num_partials > room.num_partials:
                 raise ValueError(f"{work.num_partials} partial rows, there is room for {room.num_partials}")
+            if num_to_come:
+                work = work.with_keys_to_come(self._lengths, num_to_come)
             arrays |= self._arrays_of(work, number)
         self.arrays.put(arrays)
 

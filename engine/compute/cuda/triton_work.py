@@ -7,7 +7,7 @@ are fewer tiles than the device can work on at a time: a long context is then re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -130,6 +130,16 @@ class Work:
     items: tuple[Int32, ...]  # of each kind [W, 5]
     merges: Int32  # [T, 4]
     num_partials: int
+
+    def with_keys_to_come(self, lengths: StepLengths, num_keys: int) -> Work:
+        """The same for steps that are to follow over the same tables, in which each sequence has more keys.
+
+        The last run of each is longer by as many; in a step it ends where the keys do.
+        """
+        items = tuple(each.copy() for each in self.items)
+        for each in items:
+            each[:, 3] += num_keys * (each[:, 3] == lengths.kv_lens[each[:, 0]])
+        return replace(self, items=items)
 
 
 def cut_work(lengths: StepLengths, shape: HeadShape, workforce: Workforce) -> Work:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.compute.runner.device import Mark, failures_named, seconds_between, wait_for
 from engine.compute.sampling.logprobs import RowScores
@@ -84,6 +86,42 @@ class Launched:
             features,
             drawn.scores,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedChain:
+    """Steps behind one another on their way through the device."""
+
+    end: Mark
+    tokens: torch.Tensor  # int64 [steps, R], on the host once the device is past `end`
+
+    def wait(self) -> Int64:
+        """What they drew, below 0 where logits were not finite or the row had ended; the thread sleeps."""
+        with failures_named():
+            wait_for(self.end)
+        drawn: Int64 = self.tokens.numpy()
+        return drawn
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedApart:
+    """The same of steps that were launched one by one."""
+
+    steps: Sequence[Launched]
+    goes_on: NDArray[np.bool_]  # [steps, R] which rows each step has
+
+    def wait(self) -> Int64:
+        """See LaunchedChain."""
+        try:
+            results = [step.wait() for step in self.steps]
+        except BaseException:
+            with suppress(Exception):
+                self.steps[-1].wait()  # of all the last one
+            raise
+        drawn = np.full(self.goes_on.shape, NO_TOKEN, np.int64)
+        for tokens, rows, result in zip(drawn, self.goes_on, results, strict=True):
+            tokens[rows] = result.rows.token_ids
+        return drawn
 
 
 class ScoredRows(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,19 +105,31 @@ class RecordedStep:
         self._replay_pass = recorder.record(self._compute)
         self._replay_draw = recorder.record(self._draw)
 
-    def fill(self, inputs: StepInputs, previous: Int64 | None) -> None:
-        """Send the step in one asynchronous copy; `previous` as in EagerPasses."""
+    def fill(self, inputs: StepInputs, previous: Int64 | None, num_to_come: int = 0) -> None:
+        """Send the step in one asynchronous copy; `previous` as in EagerPasses.
+
+        With `num_to_come` as many more may follow it, see `go_on`.
+        """
         words = {**token_words(inputs, previous), **self._carried.fill(inputs, self._room)}
         if self._has_rows:
             words["rows"] = inputs.logits_rows.astype(np.int32)
         places = self.places(inputs)
         num_places = int(places[-1]) + 1 if len(places) else 0  # what is not sent means greedy, too
         columns = column_words(inputs.sampling, places, num_places)
-        self._tables.fill(inputs, {**words, **columns})
+        self._tables.fill(inputs, {**words, **columns}, num_to_come)
+
+    def go_on(self, words: Mapping[str, torch.Tensor]) -> None:
+        """Put what has changed since the step before into the first places, from tensors on the device."""
+        places = [self._tables.arrays[name][: len(tensor)] for name, tensor in words.items()]
+        torch._foreach_copy_(places, list(words.values()))
 
     def replay(self) -> None:
         """Queue the pass."""
         self._replay_pass()
+
+    def draw(self) -> None:
+        """Queue the plain draw of every place of the pass that was replayed last."""
+        self._replay_draw()
 
     def as_pass(self, inputs: StepInputs) -> DevicePass:
         """The pass that was replayed last, over these inputs."""

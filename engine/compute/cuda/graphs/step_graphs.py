@@ -148,13 +148,17 @@ class StepGraphs:
 
     def start(self, inputs: StepInputs, previous: Int64 | None) -> DevicePass | None:
         """Queue the pass, as EagerPasses does; None for a step that no recording holds."""
-        shape = shape_for(inputs, self._steps, self._carried.num_again(inputs))
-        if shape is None:
+        step = self.recorded(inputs)
+        if step is None:
             return None
-        step = self._steps[shape]
         step.fill(inputs, previous)
         self.module(step)
         return step.as_pass(inputs)
+
+    def recorded(self, inputs: StepInputs) -> RecordedStep | None:
+        """The recording that holds the step, to be filled; None if none does. `module` replays it."""
+        shape = shape_for(inputs, self._steps, self._carried.num_again(inputs))
+        return None if shape is None else self._steps[shape]
 
     def _record(self, backend: TabledAttention, recorder: Recorder) -> None:
         probe = self._probe(backend)

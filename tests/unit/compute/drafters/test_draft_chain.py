@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.compute.drafters.draft_chain import draw_chains, next_step, owners_of
+from engine.compute.drafters.draft_chain import draw_chains
 from engine.compute.runner.dummy_steps import Part, pack_step
-from engine.plan.step_records import SampledRows, StepInputs, StepResult
+from engine.compute.runner.following_steps import FollowingSteps, owners_of
+from engine.plan.step_records import Int64, SampledRows, StepInputs, StepResult
 
 BLOCK_SIZE = 4
 
@@ -19,7 +20,7 @@ class CountingRunner:
 
     def __init__(self) -> None:
         self.steps: list[StepInputs] = []
-        self.under_way = self.most_under_way = 0
+        self.under_way = 0
         self.fails_at: int | None = None
         self.wait_fails_at: int | None = None
         self.row_errors: dict[int, dict[int, str]] = {}  # by step
@@ -38,9 +39,17 @@ class CountingRunner:
             tokens[known] = self._drawn[inputs.previous_rows[known]]
         self._drawn = tokens[inputs.logits_rows] + 1
         self.under_way += 1
-        self.most_under_way = max(self.most_under_way, self.under_way)
         rows = SampledRows(self._drawn.tolist(), row_errors=self.row_errors.get(number))
         return CountingStep(self, number, StepResult(rows, 0.0, 0.0))
+
+    def follow(self, steps: FollowingSteps) -> CountingRest:
+        before = self.under_way
+        try:
+            apart = [self.launch(steps.step(number)) for number in range(len(steps))]
+        except RuntimeError:
+            self.under_way = before  # as the device is done with those launched
+            raise
+        return CountingRest(apart, steps)
 
 
 class CountingStep:
@@ -52,6 +61,27 @@ class CountingStep:
         if self._number == self._runner.wait_fails_at:
             raise RuntimeError("no result")
         return self._result
+
+
+class CountingRest:
+    def __init__(self, apart: list[CountingStep], steps: FollowingSteps) -> None:
+        self._apart, self._goes_on = apart, steps.slots >= 0
+
+    def wait(self) -> Int64:
+        drawn = np.full(self._goes_on.shape, -1)
+        results = [self._apart.pop(0).wait for _ in range(len(self._apart))]
+        failure = None
+        for tokens, goes_on, wait in zip(drawn, self._goes_on, results, strict=True):
+            try:
+                rows = wait().rows
+            except RuntimeError as error:
+                failure = error
+                continue
+            errors = rows.row_errors or {}
+            tokens[goes_on] = [-1 if row in errors else token for row, token in enumerate(rows.token_ids)]
+        if failure is not None:
+            raise failure
+        return drawn
 
 
 def first_step() -> StepInputs:
@@ -88,10 +118,18 @@ def test_every_step_computes_what_the_last_one_drew() -> None:
     assert [step.sampling.seed.tolist() for step in runner.steps] == [[0, 1, 2], [0, 2], [0]]
 
 
-def test_the_device_has_the_next_step_before_the_last_is_read_and_never_three() -> None:
+def test_the_device_has_every_step_before_the_first_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = CountingRunner()
+    seen: list[int] = []
+    wait = CountingStep.wait
+
+    def waited(step: CountingStep) -> StepResult:
+        seen.append(runner.under_way)
+        return wait(step)
+
+    monkeypatch.setattr(CountingStep, "wait", waited)
     draw_chains(runner, first_step(), [5, 5, 3], BLOCK_SIZE)  # type: ignore[arg-type]
-    assert (len(runner.steps), runner.most_under_way, runner.under_way) == (5, 2, 0)
+    assert seen == [5, 4, 3, 2, 1] and runner.under_way == 0
 
 
 def test_a_row_that_fails_once_has_no_chain_and_the_others_have_theirs() -> None:
@@ -111,9 +149,28 @@ def test_nothing_is_under_way_after_a_failure(name: str, number: int) -> None:
     assert runner.under_way == 0
 
 
+def test_a_chain_of_one_has_nothing_behind_it() -> None:
+    inputs = first_step()
+    assert FollowingSteps.behind(inputs, np.zeros(3, np.int64), BLOCK_SIZE) is None
+    runner = CountingRunner()
+    assert draw_chains(runner, inputs, [1, 1, 1], BLOCK_SIZE) == [[107], [204], [305]]  # type: ignore[arg-type]
+
+
 def test_a_following_step_has_one_token_of_each_row() -> None:
     inputs = first_step()
-    following = next_step(inputs, owners_of(inputs), np.array([2]), BLOCK_SIZE)
+    steps = FollowingSteps.behind(inputs, np.array([0, 0, 1]), BLOCK_SIZE)
+    assert steps is not None and (len(steps), steps.num_rows) == (1, 1)
+    following = steps.step(0)
     assert following.block_tables.tolist() == inputs.block_tables[[2]].tolist()
     assert following.query_lens.tolist() == [1] and following.logits_rows.tolist() == [0]
     assert following.drafts is None and following.sampling.num_rows == 1
+
+
+def test_a_row_that_has_ended_stores_nothing() -> None:
+    steps = FollowingSteps.behind(first_step(), np.array([3, 0, 1]), BLOCK_SIZE)
+    assert steps is not None
+    assert steps.previous_rows.tolist() == [0, 2]
+    assert steps.positions.tolist() == [[7, 5], [8, 0], [9, 0]]
+    assert steps.slots.tolist() == [[27, 17], [28, -1], [29, -1]]
+    assert steps.all_rows().position.tolist() == [8, 6, 9, 1, 10, 1]
+    assert steps.all_rows().seed.tolist() == [0, 2] * 3
