@@ -373,6 +373,8 @@ class EngineLoop:
             if stop is not None or token.finish_reason is not None:
                 self._finish(token, stop)
         self._requests.gaps.end_step(now)
+        if self._ahead is None and self._pipeline.can_launch_ahead and self._run_ahead.is_awaited:
+            self._requests.turns.hold_for_drafts()
         self._requests.turns.begin()
         self._metrics.generation_tokens += num_delivered
 

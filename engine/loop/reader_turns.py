@@ -8,6 +8,7 @@ from collections import deque
 READERS_A_TURN = 32  # of some 40 µs each, where each writes an event to a socket
 FEW_READERS = 8  # done before a hold would be
 LONGEST_HOLD_S = 0.003  # several times what the host takes to queue a draw of all kinds and a recorded step
+LONGEST_DRAFTING_S = 0.01  # more than a GPU takes for the drafts of a step
 
 
 class ReaderTurns:
@@ -41,12 +42,24 @@ class ReaderTurns:
 
     def hold(self) -> bool:
         """Wake nobody until `release`, for LONGEST_HOLD_S at most; False, and nobody is held, if few wait."""
-        if len(self._waiters) <= FEW_READERS:
+        if self._hold is None and len(self._waiters) <= FEW_READERS:
             return False
+        self._hold_for(LONGEST_HOLD_S)
+        return True
+
+    def hold_for_drafts(self) -> None:
+        """Wake nobody before the next step is queued, for LONGEST_DRAFTING_S at most.
+
+        The step waits for drafts, which another thread queues: the device is idle until then, and while it
+        works on the step there is time for readers, few or many.
+        """
+        if self._waiters and self._hold is None:
+            self._hold_for(LONGEST_DRAFTING_S)
+
+    def _hold_for(self, seconds: float) -> None:
         if self._hold is not None:
             self._hold.cancel()
-        self._hold = asyncio.get_running_loop().call_later(LONGEST_HOLD_S, self.release)
-        return True
+        self._hold = asyncio.get_running_loop().call_later(seconds, self.release)
 
     def release(self) -> None:
         """Go on at once with those who wait, before what is ready by now. Without a hold nothing changes."""

@@ -130,7 +130,7 @@ class RunAhead:
         began = self._clock()
         self.draft_inline()
         self._decoder.gain.note_waited(self._clock() - began)
-        if not self._awaited or self._decoder.is_crowded_out:
+        if not self.is_awaited:
             return False
         is_begun = self._task is not None
         task = self._task or self._start(self._awaited, ahead=False)
@@ -186,6 +186,11 @@ class RunAhead:
     def _is_fit(self, entry: _Entry) -> bool:
         """Whether it can be asked: it has not just failed, and no other hangs and keeps the thread."""
         return not (entry.breaker.is_open or (self._task is not None and self._task.is_hanging))
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether steps wait for drafts that another thread makes, as long as the chosen arm holds."""
+        return bool(self._awaited) and not self._decoder.is_crowded_out
 
     @property
     def _runs_ahead(self) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
-from engine.plan.step_records import DraftInputs, SamplingInputs, StepInputs
+from engine.plan.step_records import DraftInputs, Int64, SamplingInputs, StepInputs
 
 
 class Part(NamedTuple):
@@ -33,16 +34,17 @@ def pack_step(
     """
     lengths = np.array([part.stop - part.first for part in parts], dtype=np.int32)
     num_drafts = np.array([len(part.parents) for part in parts], dtype=np.int32)
-    places = np.concatenate([np.arange(part.first, part.stop) for part in parts])
-    positions = np.concatenate([_positions(part) for part in parts])
+    has_drafts = bool(num_drafts.any())
+    places = _numbers(range(part.first, part.stop) for part in parts)
+    positions = _numbers(map(_positions, parts)) if has_drafts else places
     owners = np.repeat(np.arange(len(parts)), lengths)
     tables = np.zeros((len(parts), max(len(part.blocks) for part in parts)), dtype=np.int32)
     for row, part in enumerate(parts):
         tables[row, : len(part.blocks)] = part.blocks
     stops = np.cumsum(lengths, dtype=np.int64)
     is_wanted = places >= np.repeat(places[stops - 1] - num_drafts, lengths)
-    logits_rows = np.flatnonzero(is_wanted | every_row)
-    token_ids = np.concatenate([np.asarray(part.token_ids[part.first : part.stop]) for part in parts])
+    logits_rows = (is_wanted | every_row).nonzero()[0]
+    token_ids = _numbers(part.token_ids[part.first : part.stop] for part in parts)
     return StepInputs(
         token_ids=token_ids,
         positions=positions,
@@ -52,17 +54,22 @@ def pack_step(
         block_tables=tables,
         logits_rows=logits_rows,
         sampling=plain_sampling(positions[logits_rows] + 1, temperature),
-        drafts=_drafts(parts, token_ids, logits_rows) if num_drafts.any() else None,
+        drafts=_drafts(parts, token_ids, logits_rows) if has_drafts else None,
     )
 
 
-def _positions(part: Part) -> np.ndarray:
+def _numbers(runs: Iterable[Iterable[int]]) -> Int64:
+    """All of these, one behind the other: most runs are too short to be arrays of their own."""
+    return np.array(list(chain.from_iterable(runs)), np.int64)
+
+
+def _positions(part: Part) -> list[int]:
     """Positions, each one more than that of the token it follows: [num_tokens]."""
     newest = part.stop - len(part.parents) - 1
     positions = list(range(part.first, newest + 1))
     for parent in part.parents:
         positions.append(positions[newest - part.first + 1 + parent] + 1)
-    return np.array(positions)
+    return positions
 
 
 def _drafts(parts: Sequence[Part], token_ids: np.ndarray, logits_rows: np.ndarray) -> DraftInputs:

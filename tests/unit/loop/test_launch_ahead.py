@@ -17,6 +17,7 @@ from engine.loop.reader_turns import ReaderTurns
 from engine.loop.step_pipeline import StepPipeline
 from engine.plan.request import FinishReason, GenerationRequest, SamplingParams
 from engine.plan.speculation.drafter import DraftResult
+from engine.plan.speculation.speculation_config import Schedule
 from engine.plan.step_records import SampledRows, StepInputs, StepResult
 from tests.support.ahead_fakes import AheadFakeRunner
 from tests.support.engines import (
@@ -244,6 +245,39 @@ async def test_steps_with_drafts_are_read_one_by_one_and_give_the_same() -> None
         assert stats.num_accepted > 10
         assert isinstance(harness.runner, AheadFakeRunner)
         assert harness.runner.num_ahead < 10
+
+
+@pytest.mark.parametrize(
+    ("engine", "schedule", "is_cheap", "are_held"),
+    [
+        (ahead_engine, "sync", False, True),
+        (ahead_engine, "async", False, False),
+        (ahead_engine, "sync", True, False),
+        (running_engine, "sync", False, False),
+    ],
+    ids=["waited for", "beside the step", "inline", "on a CPU"],
+)
+async def test_readers_are_held_where_a_device_waits_for_drafts(
+    engine: Callable[..., Any],
+    schedule: Schedule,
+    is_cheap: bool,
+    are_held: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[bool] = []  # whether they are held then
+    begin = ReaderTurns.begin
+
+    def noted(turns: ReaderTurns) -> None:
+        begun.append(turns._hold is not None)
+        begin(turns)
+
+    monkeypatch.setattr(ReaderTurns, "begin", noted)
+    drafter = FakeDrafter(is_cheap=is_cheap)
+    async with engine(EngineShape(schedule=schedule), drafters=[drafter]) as harness:
+        result = await collect(harness.submit(PROMPT, max_tokens=60))
+        assert result.token_ids == expected_output(PROMPT, 60)
+        assert drafter.num_calls > 5
+    assert any(begun) == are_held
 
 
 async def test_a_drafter_that_has_nothing_to_say_holds_nothing_up() -> None:

@@ -11,7 +11,13 @@ from typing import Any, cast
 
 import pytest
 
-from engine.loop.reader_turns import FEW_READERS, LONGEST_HOLD_S, READERS_A_TURN, ReaderTurns
+from engine.loop.reader_turns import (
+    FEW_READERS,
+    LONGEST_DRAFTING_S,
+    LONGEST_HOLD_S,
+    READERS_A_TURN,
+    ReaderTurns,
+)
 from engine.loop.step_pipeline import StepPipeline
 from engine.loop.stream import Finish, RequestStream
 from engine.plan.request import FinishReason
@@ -51,6 +57,40 @@ async def test_few_are_woken_at_once(count: int) -> None:
     turns.begin()
     assert num_woken(futures) == count
     assert not turns.hold(), "nobody waits who could be held"
+
+
+@pytest.mark.parametrize("count", [1, CROWD])
+async def test_any_number_is_held_while_a_step_waits_for_drafts(count: int) -> None:
+    turns = ReaderTurns()
+    futures = waiters(turns, count)
+    turns.hold_for_drafts()
+    turns.begin()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert num_woken(futures) == 0
+    assert turns.hold(), "also while the step is queued behind them"
+    turns.release()
+    assert num_woken(futures) == min(count, READERS_A_TURN)
+    await all_woken(futures)
+
+
+async def test_drafts_that_take_long_hold_nobody_up_for_as_long() -> None:
+    turns = ReaderTurns()
+    futures = waiters(turns, 3)
+    started = asyncio.get_running_loop().time()
+    turns.hold_for_drafts()
+    while not num_woken(futures):
+        turns.hold_for_drafts()
+        await asyncio.sleep(LONGEST_DRAFTING_S / 5)
+    assert asyncio.get_running_loop().time() - started >= LONGEST_DRAFTING_S / 2
+
+
+async def test_without_a_reader_drafts_hold_nobody() -> None:
+    turns = ReaderTurns()
+    turns.hold_for_drafts()
+    futures = waiters(turns, 1)
+    turns.begin()
+    await all_woken(futures)
 
 
 async def test_of_many_some_are_woken_in_each_turn_behind_what_is_ready() -> None:
