@@ -8,7 +8,7 @@ from collections import deque
 READERS_A_TURN = 32  # of some 40 µs each, where each writes an event to a socket
 FEW_READERS = 8  # done before a hold would be
 LONGEST_HOLD_S = 0.003  # several times what the host takes to queue a draw of all kinds and a recorded step
-LONGEST_DRAFTING_S = 0.01  # more than a GPU takes for the drafts of a step
+LONGEST_DRAFTING_S = 0.05  # more than a GPU and its host take for the drafts of a step
 
 
 class ReaderTurns:

@@ -59,14 +59,17 @@ def device() -> OnDevice:
     return found
 
 
-def draft_rounds(drafter: DraftModelDrafter, names: Sequence[str], rounds: int, temperature: float) -> None:
+def draft_rounds(
+    drafter: DraftModelDrafter, names: Sequence[str], rounds: int, temperature: float, top_p: float = 1.0
+) -> None:
     """Chains for all names, with every second one rejected in its middle; every token must be right."""
+    params = SamplingParams(max_tokens=400, temperature=temperature, top_p=top_p, seed=3)
     known = {name: [10 + index] * (5 + 20 * index) for index, name in enumerate(names)}
     told = dict.fromkeys(names, 0)
     for number in range(rounds):
         jobs = []
         for name in names:
-            about = DraftRequest(name, 5, SamplingParams(max_tokens=400, temperature=temperature, seed=3))
+            about = DraftRequest(name, 5, params)
             tokens = known[name]
             jobs.append(DraftJob(about, number, told[name], tuple(tokens[told[name] :]), len(tokens), CHAIN))
         for draft in drafter.draft(jobs).drafts:
@@ -82,11 +85,11 @@ def draft_rounds(drafter: DraftModelDrafter, names: Sequence[str], rounds: int, 
     assert drafter.num_used_blocks == 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.2])
-def test_recorded_chains_walk(device: OnDevice, temperature: float) -> None:
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.2, 1.0), (0.2, 0.9)])
+def test_recorded_chains_walk(device: OnDevice, temperature: float, top_p: float) -> None:
     drafter = DraftModelDrafter(walker(1), SIZES, on_device=device)
     assert not drafter.is_stepwise
-    draft_rounds(drafter, [f"r{index}" for index in range(5)], 12, temperature)
+    draft_rounds(drafter, [f"r{index}" for index in range(5)], 12, temperature, top_p)
 
 
 def test_laws_come_one_at_a_time(device: OnDevice) -> None:

@@ -61,12 +61,10 @@ def draw_chains(
     nothing of them to be drawn but the newest. A row of which one draw failed gets None. Raises what the
     runner raises, once nothing is under way.
     """
-    step = runner.launch(first)
-    following = FollowingSteps.behind(first, np.asarray(num_drafts, np.int64) - 1, block_size)
-    rest = None
+    step, rest = runner.launch(first), None
     try:
-        if following is not None:
-            rest = runner.follow(following)
+        following = FollowingSteps.behind(first, np.asarray(num_drafts, np.int64) - 1, block_size)
+        rest = None if following is None else runner.follow(following)
         result = step.wait()
     except BaseException:
         _wait_for(step if rest is None else rest)

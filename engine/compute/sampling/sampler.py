@@ -49,7 +49,7 @@ class DrawnDrafts:
 
 def select_rows(inputs: SamplingInputs, rows: NDArray[np.signedinteger]) -> SamplingInputs:
     """The inputs of some rows, which need not be in order, numbered from 0 on."""
-    place = {int(row): index for index, row in enumerate(rows)}
+    place = {int(row): index for index, row in enumerate(rows)} if inputs.adjustments else {}
     return SamplingInputs(
         temperature=inputs.temperature[rows],
         top_k=inputs.top_k[rows],
