@@ -92,7 +92,7 @@ class StatedRunner:
         self._device = device
         self._successors = successors
         self._drawn: Int64 | None = None  # [R] of the last launch
-        self._ends_at = 0.0  # the last step
+        self._begins_at = self._ends_at = 0.0  # the last step
         self._step_s = 0.0  # of those that are being queued
         self._num_begun = 0  # of them
         self.kv, self.parts = runner.kv, runner.parts
@@ -110,11 +110,10 @@ class StatedRunner:
 
     def launch(self, inputs: StepInputs) -> StatedStep:
         """See AheadRunner."""
-        seconds = self._times.of(inputs)
-        step = self._begun(seconds, 1, lambda: self._runner.launch(inputs))
+        step = self._begun(self._times.of(inputs), 1, lambda: self._runner.launch(inputs))
         if self._successors is not None:
             self._drawn = self._followers(inputs, self._successors)
-        return StatedStep(step, inputs, seconds, self._ends_at, self._drawn)
+        return StatedStep(step, inputs, self._begins_at, self._ends_at, self._drawn)
 
     def follow(self, steps: FollowingSteps) -> StatedChain:
         """See CudaRunner."""
@@ -140,6 +139,7 @@ class StatedRunner:
 
     def _begin(self, *_: object) -> None:
         self._num_begun += 1
+        self._begins_at = max(self._ends_at, time.perf_counter())
         self._ends_at = self._device.take(self._step_s)
 
     def _followers(self, inputs: StepInputs, successors: Int64) -> Int64:
@@ -155,11 +155,11 @@ class StatedStep:
     """A LaunchedStep that is over when its time has come."""
 
     def __init__(
-        self, step: Launched, inputs: StepInputs, seconds: float, ends_at: float, drawn: Int64 | None
+        self, step: Launched, inputs: StepInputs, begin: float, ends_at: float, drawn: Int64 | None
     ) -> None:
         self._step = step
         self._inputs = inputs
-        self._seconds = seconds
+        self._begin = begin
         self._ends_at = ends_at
         self._drawn = drawn
 
@@ -170,7 +170,7 @@ class StatedStep:
     def wait(self) -> StepResult:
         """See LaunchedStep."""
         time.sleep(max(0.0, self._ends_at - time.perf_counter()))
-        result = replace(self._step.wait(), forward_s=self._seconds, sample_s=0.0)
+        result = replace(self._step.wait(), forward_s=self._ends_at - self._begin, sample_s=0.0)
         return result if self._drawn is None else replace(result, rows=self._judged(self._drawn))
 
     def _judged(self, drawn: Int64) -> SampledRows:

@@ -9,6 +9,7 @@ import pytest
 
 from engine.compute.cuda.graphs.step_graphs import GraphLimits
 from engine.compute.runner.dummy_steps import Part, pack_step
+from engine.compute.runner.following_steps import FollowingSteps
 from engine.compute.runner.model_runner import ForDrafts, ModelRunner
 from engine.compute.sampling.sampler import Sampler
 from engine.loop.engine_parts import AheadRunner
@@ -72,6 +73,25 @@ def test_two_models_share_a_device_and_many_tokens_take_their_time(clock: Clock)
     assert second.wait().forward_s == 2 * 6 * TOKEN_S == clock.now, "it waits for the target's"
     assert first.wait().forward_s == 6 * TOKEN_S
     assert clock.now == 2 * 6 * TOKEN_S
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_a_chain_takes_a_step_for_each_token_and_follows_the_walk(clock: Clock, is_recorded: bool) -> None:
+    successors = (np.arange(64) + 1) % 64
+    runner = runner_of(StatedDevice(), StepTimes(STEP_S, SEQUENCE_S), successors)
+    if not is_recorded:
+        runner._runner.graphs._steps.clear()
+    inputs = pack_step([Part([5] * 8, 5, 6, [0, 1, 2]), Part([9] * 8, 5, 6, [3, 4, 5])], 4)
+    steps = FollowingSteps.behind(inputs, np.array([2, 4]), 4)
+    assert steps is not None
+    first, rest = runner.launch(inputs), runner.follow(steps)
+    assert clock.now == 0, "the host goes on"
+    assert first.wait().rows.token_ids == [6, 10]
+    step_s = STEP_S + 2 * SEQUENCE_S
+    assert clock.now == step_s
+    drawn = rest.wait()
+    assert clock.now == 5 * step_s
+    assert drawn[:2, 0].tolist() == [7, 8] and drawn[:, 1].tolist() == [11, 12, 13, 14]
 
 
 def test_tokens_follow_each_other_as_the_walk_has_it_and_drafts_are_held_against_it() -> None:
