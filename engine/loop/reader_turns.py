@@ -19,7 +19,8 @@ class ReaderTurns:
     wait for the host. Readers whose turn has not come when it is looked at find the tokens of both steps in
     one delta: the further the host is behind, the more tokens an event carries, and the fewer events there
     are. While another thread queues a step, nobody is woken: each of its calls that lets go of the
-    interpreter would get it back behind a reader. FEW_READERS are woken at once. Loop thread only.
+    interpreter would get it back behind a reader. FEW_READERS are woken at once, unless the step waits for
+    drafts. Loop thread only.
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,10 @@ class ReaderTurns:
             self._wake_some()
 
     def hold(self) -> bool:
-        """Wake nobody until `release`, for LONGEST_HOLD_S at most; False, and nobody is held, if few wait."""
+        """Wake nobody until `release`, for LONGEST_HOLD_S at most.
+
+        False, and nobody is held, if few wait who are not held already.
+        """
         if self._hold is None and len(self._waiters) <= FEW_READERS:
             return False
         self._hold_for(LONGEST_HOLD_S)

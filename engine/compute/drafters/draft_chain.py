@@ -25,7 +25,7 @@ class ChainStep(Protocol):
 
 
 class ChainRest(Protocol):
-    """The steps behind it, which the device may still be at work on."""
+    """The steps behind a first one, which the device may still be at work on."""
 
     def wait(self) -> Int64:
         """What each row draws in each step, [steps, R], below 0 where that failed or the row has ended."""
