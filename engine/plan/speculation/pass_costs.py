@@ -34,12 +34,13 @@ _TRUSTED_SPAN = 8  # tokens; beyond its end, a curve that spans so few has half 
 
 @dataclass(slots=True)
 class _Knot:
-    """The average of passes of about equal size."""
+    """The average of passes of about equal size, at one pace; `pace` was the machine's when it was begun."""
 
     num_tokens: float
     seconds: float
     weight: float
     last_step: int
+    pace: float
 
     @property
     def is_lone(self) -> bool:
@@ -54,10 +55,14 @@ class _Knot:
         """How much it still says at that step, 1 to 0."""
         return float(0.5 ** max(0.0, (step - self.last_step) / _FRESH - 1))
 
+    def is_wrong_by(self, seconds: float) -> bool:
+        """True if no pass of that size could be so fast."""
+        return seconds < _TOO_FAST * self.seconds
+
     def observe(self, num_tokens: int, seconds: float, step: int) -> None:
         self.weight = max(1.0, self.weight * self.trust(step))
         self.last_step = step
-        if seconds < _TOO_FAST * self.seconds:
+        if self.is_wrong_by(seconds):
             self.num_tokens, self.seconds, self.weight = num_tokens, seconds, 2.0
             return
         self.weight = min(_MOST_WEIGHT, self.weight + 1)
@@ -75,11 +80,11 @@ class _Curve:
         self._knots: dict[int, _Knot] = {}
         self._sorted: list[_Knot] | None = None
 
-    def observe(self, num_tokens: int, seconds: float, step: int) -> bool:
-        """Learn from a pass; True if it may change the curve much."""
+    def observe(self, num_tokens: int, seconds: float, step: int, pace: float) -> bool:
+        """Learn from a pass, at one pace; True if it may change the curve much."""
         knot = self.knot(num_tokens)
         if knot is None:
-            self._knots[_index(num_tokens)] = _Knot(num_tokens, seconds, 1.0, step)
+            self._knots[_index(num_tokens)] = _Knot(num_tokens, seconds, 1.0, step, pace)
             self._sorted = None
             return True
         knot.observe(num_tokens, seconds, step)
@@ -138,7 +143,10 @@ class PassCosts:
                 self._wider.append(_Curve())
             curve = self._wider[bucket]
         knot = curve.knot(num_tokens)
-        is_news = curve.observe(num_tokens, seconds / self._pace, self._step)
+        if knot is not None and knot.is_wrong_by(seconds / self._pace):
+            # So is what it made of the pace: steps now slow, now fast would raise it for ever.
+            self._pace = min(self._pace, knot.pace)
+        is_news = curve.observe(num_tokens, seconds / self._pace, self._step, self._pace)
         if knot is not None and not knot.is_lone:
             surprise = min(seconds / (self._pace * knot.seconds), _MAX_SURPRISE)
             self._pace *= 1 + _PACE_SHARE * (surprise - 1)

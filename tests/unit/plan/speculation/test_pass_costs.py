@@ -199,3 +199,13 @@ def test_memory_is_bounded() -> None:
         for length in (1, 2, 3, 5, 9, 33):
             costs.observe(num_seqs, num_seqs * length, 0.01)
     assert sum(len(curve.knots()) for curve in [costs._plain, *costs._wider]) < 400
+
+
+def test_steps_that_are_now_slow_now_fast_make_no_other_size_dearer() -> None:
+    costs = PassCosts()
+    costs.observe(16, 16, 0.004)
+    costs.observe(16, 16, 0.004)
+    for _ in range(40):
+        for seconds in (*[0.013] * 10, *[0.0044] * 4):
+            costs.observe(16, 80, seconds)
+    assert costs.seconds(16, 16) == pytest.approx(0.004, rel=0.2)
