@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from engine.faults.fault_counter import FaultCounter
-from engine.plan.speculation.drafter import Draft, Drafter, DraftJob, DraftResult
+from engine.plan.speculation.drafter import (
+    Draft,
+    Drafter,
+    DraftJob,
+    DraftResult,
+    TellingDrafter,
+    UnreadChains,
+)
 
 
 class FaultyDrafter:
@@ -28,12 +36,24 @@ class FaultyDrafter:
 
     def draft(self, jobs: Sequence[DraftJob]) -> DraftResult:
         """See Drafter."""
+        return self._draft(jobs, self._drafter.draft)
+
+    def draft_and_tell(self, jobs: Sequence[DraftJob], tell: Callable[[UnreadChains], None]) -> DraftResult:
+        """See TellingDrafter: what it tells of is right, whatever it answers. Another tells of nothing."""
+        drafter = self._drafter
+        if not isinstance(drafter, TellingDrafter):
+            return self.draft(jobs)
+        return self._draft(jobs, partial(drafter.draft_and_tell, tell=tell))
+
+    def _draft(
+        self, jobs: Sequence[DraftJob], answer: Callable[[Sequence[DraftJob]], DraftResult]
+    ) -> DraftResult:
         numbers = [self._plan.number_of(job.request.request_id) for job in jobs]
         if (fault := self._plan.hit_by_all("draft_sleep", numbers)) is not None:
             time.sleep(fault.seconds)
         if self._plan.hit_by_all("draft_raise", numbers) is not None:
             raise RuntimeError("the fault plan has the drafter fail")
-        result = self._drafter.draft(jobs)
+        result = answer(jobs)
         drafts = {draft.request_id: draft for draft in result.drafts}
         for job, number in zip(jobs, numbers, strict=True):
             if job.num_wanted > 0:

@@ -206,6 +206,7 @@ class EngineLoop:
             self._run_ahead.beside_step(self._expected_s(decision))
             self._launch_ahead(decision)
             result = await self._read(decision)
+            await self._run_ahead.settle(None if result is None else result.forward_s + result.sample_s)
             self._carry_out_endings()
             if result is not None:
                 self._landed_at = self._clock()

@@ -12,9 +12,18 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from engine.plan.metrics.batch_metrics import BatchMetrics
-from engine.plan.speculation.drafter import Drafter, DraftJob, DraftResult, read_answers
+from engine.plan.speculation.drafter import (
+    Drafter,
+    DraftJob,
+    DraftResult,
+    TellingDrafter,
+    UnreadChains,
+    read_answers,
+)
 from engine.plan.speculation.drafter_link import CircuitBreaker, DrafterLink
 from engine.plan.speculation.drafting_state import DrafterState, DraftingState
 from engine.plan.speculation.schedule_choice import ScheduleChooser
@@ -41,24 +50,51 @@ class _Entry:
 
 @dataclass(slots=True)
 class _DraftTask:
-    """A micro-step that is out since `started`; its result is an exception if it failed."""
+    """A micro-step that is out since `started`; its result is an exception if it failed.
+
+    It may have `told` of drafts that are on their way.
+    """
 
     entry: _Entry
     jobs: list[DraftJob]
     future: asyncio.Future[DraftResult | Exception]
     started: float
+    told: asyncio.Future[UnreadChains] | None = None
     is_hanging: bool = False
+
+
+@dataclass(slots=True)
+class _Expected:
+    """A micro-step whose drafts a step verifies before they are read.
+
+    The step began to wait for them at `begun`, was told of them at `told`, and was launched at `launched`.
+    """
+
+    task: _DraftTask
+    begun: float
+    told: float
+    launched: float | None = None
+
+    def waited_s(self, now: float, pass_s: float) -> float:
+        """How much later the step began for them, which is over now and took `pass_s` of the device.
+
+        It was decided meanwhile, which is none of it.
+        """
+        if self.launched is None:
+            return 0.0
+        return max(0.0, now - pass_s - self.begun - (self.launched - self.told))
 
 
 class RunAhead:
     """Runs the drafters of one SpeculativeDecoder. Every method is for the event-loop thread.
 
     Before a step: `choose_arm`, then `draft_once` until it returns False, or `draft_inline` if the step was
-    launched ahead. While the target computes: `beside_step`. After its commit: `after_step`. With nothing to
-    do: `rest`. Cheap drafters are called inline, unless `schedule` is "async"; the others run as the schedule
-    says, which "auto" chooses by measuring. Of those that run ahead, one that reads the target's features is
-    waited for wherever there is no draft: where the target drew what it had bet on, the next drafts are
-    there. So are all where lanes are kept, since drafts for several outcomes are seldom missing.
+    launched ahead. While the target computes: `beside_step`. Before its commit: `settle`, after it:
+    `after_step`. With nothing to do: `rest`. Cheap drafters are called inline, unless `schedule` is "async";
+    the others run as the schedule says, which "auto" chooses by measuring. Of those that run ahead, one that
+    reads the target's features is waited for wherever there is no draft: where the target drew what it had
+    bet on, the next drafts are there. So are all where lanes are kept, since drafts for several outcomes are
+    seldom missing.
 
     No fault of a drafter is raised here: what it gets wrong is dropped, and after three faults in a row it is
     left alone for a while. A step waits once for a slow drafter, and again only after it was quick. One that
@@ -98,6 +134,7 @@ class RunAhead:
             self._arm = "lanes"
         self._num_probabilities = None if config.verification == "match" else config.vocab_size
         self._task: _DraftTask | None = None
+        self._expected: _Expected | None = None
         self._step_ends: float | None = None  # when it should, while one runs
         self._patience_s = _PATIENCE_S
         self._has_read = False  # drafters that are behind have had their turn before this step
@@ -139,8 +176,14 @@ class RunAhead:
         if task.entry not in self._awaited and not task.entry.link.drafter.is_cheap:
             return False
         begin = self._clock()
-        done, _ = await asyncio.wait([task.future], timeout=self._patience_s)
-        waited_s = self._clock() - begin
+        news: list[asyncio.Future[Any]] = [task.future]
+        if task.told is not None and not is_begun:
+            news.append(task.told)
+        done, _ = await asyncio.wait(news, timeout=self._patience_s, return_when=asyncio.FIRST_COMPLETED)
+        if done and task.future not in done:
+            self._expect(task, begin)
+            return False
+        waited_s, self._expected = self._clock() - begin, None  # nothing has come of an earlier one
         self._decoder.gain.note_waited(waited_s)
         if not done:
             task.entry.is_quick = False
@@ -150,6 +193,30 @@ class RunAhead:
         elif task.jobs and not is_begun:
             task.entry.link.note_waited(len(task.jobs), waited_s)
         return True
+
+    def _expect(self, task: _DraftTask, begin: float) -> None:
+        """Have the step verify drafts that are on their way; it began to wait for them at `begin`."""
+        assert task.told is not None
+        task.entry.link.expect(task.jobs, task.told.result())
+        self._expected = _Expected(task, begin, self._clock())
+
+    async def settle(self, pass_s: float | None) -> None:
+        """Have the drafts known that a step verified before they were read, if it did: it is to be committed.
+
+        It took the device `pass_s`, None if it failed. A drafter that still does not say that they are there
+        is not waited for: they are dropped.
+        """
+        expected, self._expected = self._expected, None
+        if expected is None:
+            return
+        task = expected.task
+        if pass_s is not None and (waited_s := expected.waited_s(self._clock(), pass_s)):
+            self._decoder.gain.note_waited(waited_s)
+            task.entry.link.note_waited(len(task.jobs), waited_s)
+        done, _ = await asyncio.wait([task.future], timeout=self._patience_s)
+        if not done:
+            task.entry.is_quick = False
+            task.entry.link.give_up(task.jobs)
 
     def draft_inline(self) -> None:
         """Run the inline drafters: the only ones beside a step that was launched ahead."""
@@ -161,7 +228,10 @@ class RunAhead:
 
     def beside_step(self, step_s: float | None = None) -> None:
         """The target's step has begun and should take `step_s`, None if unknown: run a drafter beside it."""
-        self._step_ends = None if step_s is None else self._clock() + step_s
+        now = self._clock()
+        self._step_ends = None if step_s is None else now + step_s
+        if self._expected is not None:
+            self._expected.launched = now
         self._is_before_step = False
         self._go_on()
 
@@ -237,13 +307,20 @@ class RunAhead:
     # Micro-steps.
 
     def _micro_step(
-        self, drafter: Drafter, closed: Sequence[str], jobs: Sequence[DraftJob]
+        self,
+        drafter: Drafter,
+        closed: Sequence[str],
+        jobs: Sequence[DraftJob],
+        tell: Callable[[UnreadChains], None] | None = None,
     ) -> DraftResult | Exception:
         """The drafter's answers, or what it raised: some exceptions cannot be set on a future."""
         try:
             if closed:
                 drafter.close(closed)
-            result = drafter.draft(jobs) if jobs else DraftResult((), 0.0)
+            if tell is not None and isinstance(drafter, TellingDrafter):
+                result = drafter.draft_and_tell(jobs, tell)
+            else:
+                result = drafter.draft(jobs) if jobs else DraftResult((), 0.0)
             if self._num_probabilities is not None:
                 from engine.compute.drafters.draft_probabilities import check_probabilities  # torch
 
@@ -279,25 +356,38 @@ class RunAhead:
                 continue
             jobs = entry.link.jobs(ahead=ahead, may_read=ahead or not self._has_read)
             if jobs:
-                return self._submit(entry, jobs, entry.link.take_closed())
+                return self._submit(entry, jobs, entry.link.take_closed(), ahead=ahead)
         self._close_remote()
         return None
 
-    def _submit(self, entry: _Entry, jobs: list[DraftJob], closed: Sequence[str]) -> _DraftTask | None:
+    def _submit(
+        self, entry: _Entry, jobs: list[DraftJob], closed: Sequence[str], *, ahead: bool = False
+    ) -> _DraftTask | None:
         if self._is_stopped:
             return None
-        loop, started = asyncio.get_running_loop(), self._clock()
+        loop, started, drafter = asyncio.get_running_loop(), self._clock(), entry.link.drafter
+        told: asyncio.Future[UnreadChains] | None = None
+        if isinstance(drafter, TellingDrafter) and jobs and not ahead and entry.link.may_be_unread(jobs):
+            told = loop.create_future()
+
+        def tell(chains: UnreadChains) -> None:
+            assert told is not None
+            loop.call_soon_threadsafe(told.set_result, chains)
+
+        work = partial(self._micro_step, drafter, closed, jobs, None if told is None else tell)
         try:
-            future = loop.run_in_executor(self._executor, self._micro_step, entry.link.drafter, closed, jobs)
+            future = loop.run_in_executor(self._executor, work)
         except RuntimeError as error:  # no thread can be started
             self._fail(entry, jobs, error)
             return None
-        task = self._task = _DraftTask(entry, jobs, future, started)
+        task = self._task = _DraftTask(entry, jobs, future, started, told)
         future.add_done_callback(lambda _: self._complete(task))
         return task
 
     def _complete(self, task: _DraftTask) -> None:
         self._task = None
+        if task.told is not None:
+            task.entry.link.withdraw(task.jobs)  # the answers come in their places
         if task.future.cancelled():
             return
         error = task.future.exception()

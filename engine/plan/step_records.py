@@ -7,7 +7,7 @@ N = tokens scheduled in the step, S = sequences scheduled, R = rows of logits wa
 from __future__ import annotations
 
 from collections.abc import Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -28,6 +28,7 @@ class FeatureRows(Sized, Protocol):
 
 
 NO_TOKEN = -1  # in a list of token ids: nothing was drawn here
+NO_DRAFT = -2  # in place of a draft: nothing was drafted here, and nothing that is drawn agrees with it
 
 
 class ScheduledRequest(NamedTuple):
@@ -97,13 +98,22 @@ class SamplingInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class UnreadDrafts:
+    """Which drafts of a step the host has not read: the device has them by the time it comes to the step."""
+
+    tokens: object  # the drafter's, on the device that computes the step
+    places: Int64  # [D] of each draft among them, -1 for one that the host knows
+
+
+@dataclass(frozen=True, slots=True)
 class DraftInputs:
     """The drafts that a step verifies: V sequences with at least one each, D drafts in packed order.
 
     Sequence v owns the rows `first_row[v] .. first_row[v] + num_drafts[v]`: the newest known token's, then
     one for each draft. `parents` None means that all are chains; else an entry is the index of the parent
     among its sequence's drafts, and -1 is the newest token. `probs` has each draft's float32 [vocab]
-    distribution, None for a certain draft; it is empty when the verification rule needs none.
+    distribution, None for a certain draft; it is empty when the verification rule needs none. Those that are
+    `unread` count as NO_TOKEN until `known` says what they are.
     """
 
     sequence: Int32  # [V] indices into [0, S)
@@ -112,6 +122,24 @@ class DraftInputs:
     token_ids: Int64  # [D]
     parents: Int32 | None = None  # [D]
     probs: tuple[object, ...] = ()  # [D]
+    unread: UnreadDrafts | None = None
+
+    @property
+    def rows(self) -> Int64:
+        """The row of logits behind each draft. [D]"""
+        counts = self.num_drafts.astype(np.int64)
+        before = np.repeat(counts.cumsum() - counts, counts)
+        return np.repeat(self.first_row, counts) + 1 + np.arange(len(before)) - before
+
+    def known(self, tokens: Int64) -> DraftInputs:
+        """The same, read: `tokens` are what the device has at each place, below 0 where drawing failed.
+
+        Such a draft is never accepted: it is no token, and not NO_TOKEN either, which is no row's.
+        """
+        assert self.unread is not None, "they are known already"
+        places = self.unread.places
+        token_ids = np.where(places < 0, self.token_ids, tokens[places])
+        return replace(self, token_ids=np.where(token_ids < 0, NO_DRAFT, token_ids), unread=None)
 
 
 @dataclass(frozen=True, slots=True)

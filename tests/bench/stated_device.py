@@ -19,6 +19,7 @@ from engine.compute.attention import LayerCall, StepAttention
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.cuda.cuda_runner import CudaRunner
 from engine.compute.cuda.device_draw import DeviceDraws, DrawColumns
+from engine.compute.cuda.device_tokens import DeviceTokens
 from engine.compute.cuda.graphs.device_pass import AnyForward
 from engine.compute.cuda.graphs.launched import Launched
 from engine.compute.cuda.graphs.step_graphs import GraphLimits
@@ -26,13 +27,21 @@ from engine.compute.cuda.triton_tables import StepTables
 from engine.compute.cuda.triton_work import Workforce
 from engine.compute.drafters.draft_chain import ChainRest
 from engine.compute.recurrent.recurrent_runner import RecurrentRunner
-from engine.compute.runner.following_steps import FollowingSteps
+from engine.compute.runner.following_steps import FollowingSteps, UnreadRows
 from engine.compute.runner.model_runner import ModelRunner
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.sampling.processors import Filters
 from engine.compute.verification.draft_rows import DraftRows
 from engine.compute.verification.verified import Draws, commit_rows
-from engine.plan.step_records import Int64, SampledRows, SamplingInputs, StepInputs, StepResult
+from engine.plan.step_records import (
+    DraftInputs,
+    Int64,
+    SampledRows,
+    SamplingInputs,
+    StepInputs,
+    StepResult,
+    UnreadDrafts,
+)
 from tests.support.recorded import TabledReference, TabledStep
 
 T = TypeVar("T")
@@ -62,17 +71,19 @@ class StatedDevice:
         self._lock = Lock()
         self._ends_at = 0.0
 
-    def take(self, seconds: float) -> float:
-        """Work for so long when all else is done; the time at which that is over."""
+    def take(self, seconds: float) -> tuple[float, float]:
+        """Work for so long when all else is done; from when to when."""
         with self._lock:
-            self._ends_at = max(self._ends_at, time.perf_counter()) + seconds
-            return self._ends_at
+            begins_at = max(self._ends_at, time.perf_counter())
+            self._ends_at = begins_at + seconds
+            return begins_at, self._ends_at
 
 
 class StatedRunner:
     """An AheadRunner around a CudaRunner on the CPU, over the parts of `plain`.
 
     Each token is the likeliest of the same logits; with `successors`, the one that follows the token before.
+    With `shares_device` False no other runner is told of what is drawn here before the host has read it.
     """
 
     def __init__(
@@ -83,7 +94,10 @@ class StatedRunner:
         times: StepTimes,
         device: StatedDevice,
         successors: Int64 | None = None,
+        *,
+        shares_device: bool = True,
     ) -> None:
+        self._shares_device = shares_device
         plain.forward.backend = _OfAnyNumbers()
         self._forward = _Forward(plain.forward)
         plain.forward = cast(PackedForward, self._forward)
@@ -92,7 +106,7 @@ class StatedRunner:
         self._device = device
         self._successors = successors
         self._drawn: Int64 | None = None  # [R] of the last launch
-        self._begins_at = self._ends_at = 0.0  # the last step
+        self._begins_at = self._free_at = self._ends_at = 0.0  # the last step
         self._step_s = 0.0  # of those that are being queued
         self._num_begun = 0  # of them
         self.kv, self.parts = runner.kv, runner.parts
@@ -111,23 +125,37 @@ class StatedRunner:
     def launch(self, inputs: StepInputs) -> StatedStep:
         """See AheadRunner."""
         step = self._begun(self._times.of(inputs), 1, lambda: self._runner.launch(inputs))
+        begins_at = self._begins_at
+        if inputs.drafts is not None and inputs.drafts.unread is not None:  # it comes behind them
+            inputs, begins_at = _read(inputs, inputs.drafts), self._free_at
         if self._successors is not None:
             self._drawn = self._followers(inputs, self._successors)
-        return StatedStep(step, inputs, self._begins_at, self._ends_at, self._drawn)
+        return StatedStep(step, inputs, begins_at, self._ends_at, self._drawn)
 
     def follow(self, steps: FollowingSteps) -> StatedChain:
         """See CudaRunner."""
         seconds = self._times.of_tokens(steps.num_rows, steps.num_rows)
         rest = self._begun(seconds, len(steps), lambda: self._runner.follow(steps))
-        drawn = None
+        unread, drawn = rest.unread if self._shares_device else None, None
         if self._successors is not None:
             assert self._drawn is not None, "a step that goes on has one before it"
             token_ids, rows = self._drawn[steps.previous_rows], []
             for _ in range(len(steps)):
                 token_ids = self._successors[token_ids]
                 rows.append(token_ids)
-            drawn, self._drawn = np.stack(rows), token_ids
-        return StatedChain(rest, self._ends_at, drawn)
+            drawn = np.stack(rows)
+            if unread is not None:
+                _put(unread, unread.places[:, 0], self._drawn)
+                _put(unread, unread.places[steps.previous_rows, 1:], drawn.T)
+            self._drawn = token_ids
+        return StatedChain(rest, self._ends_at, drawn, unread)
+
+    def keep(self) -> UnreadRows | None:
+        """See CudaRunner."""
+        unread = self._runner.keep() if self._shares_device else None
+        if unread is not None and self._drawn is not None:
+            _put(unread, unread.places[:, 0], self._drawn)
+        return unread
 
     def _begun(self, seconds: float, num_steps: int, queue: Callable[[], T]) -> T:
         """Have the device work so long on each step: from its replay on, or if none, when all is queued."""
@@ -140,7 +168,7 @@ class StatedRunner:
     def _begin(self, *_: object) -> None:
         self._num_begun += 1
         self._begins_at = max(self._ends_at, time.perf_counter())
-        self._ends_at = self._device.take(self._step_s)
+        self._free_at, self._ends_at = self._device.take(self._step_s)
 
     def _followers(self, inputs: StepInputs, successors: Int64) -> Int64:
         """What each row draws, [R]."""
@@ -185,7 +213,10 @@ class StatedStep:
 class StatedChain:
     """Steps of a chain, which are over when their time has come."""
 
-    def __init__(self, rest: ChainRest, ends_at: float, drawn: Int64 | None) -> None:
+    def __init__(
+        self, rest: ChainRest, ends_at: float, drawn: Int64 | None, unread: UnreadRows | None
+    ) -> None:
+        self.unread = unread
         self._rest = rest
         self._ends_at = ends_at
         self._drawn = drawn
@@ -195,6 +226,24 @@ class StatedChain:
         time.sleep(max(0.0, self._ends_at - time.perf_counter()))
         token_ids = self._rest.wait()
         return token_ids if self._drawn is None else self._drawn
+
+
+def _put(unread: UnreadRows, places: Int64, token_ids: Int64) -> None:
+    """Have these be the tokens that another runner computes."""
+    _tokens(unread).tokens.numpy()[places] = token_ids
+
+
+def _read(inputs: StepInputs, drafts: DraftInputs) -> StepInputs:
+    """The step with its drafts known, which are stated beforehand."""
+    assert drafts.unread is not None, "they are known already"
+    known, token_ids = drafts.known(_tokens(drafts.unread).read()), inputs.token_ids.copy()
+    token_ids[inputs.logits_rows[drafts.rows]] = known.token_ids
+    return replace(inputs, token_ids=token_ids, drafts=known)
+
+
+def _tokens(unread: UnreadRows | UnreadDrafts) -> DeviceTokens:
+    assert isinstance(unread.tokens, DeviceTokens)
+    return unread.tokens
 
 
 class _Forward:

@@ -73,7 +73,8 @@ def serve(stated: str, *flags: str) -> int:
         sampler = Sampler(loaded.vocab_size, loaded.device)
         plain = ModelRunner(loaded, sizes.num_blocks, sizes.block_size, sampler)
         limits, times = draft_graphs(loaded, sizes), StepTimes(*models.draft)
-        runner = StatedRunner(plain, sizes.max_num_seqs, limits, times, beside, models.walk("draft"))
+        walk, shares = models.walk("draft"), not models.is_apart
+        runner = StatedRunner(plain, sizes.max_num_seqs, limits, times, beside, walk, shares_device=shares)
         runner.warm_up()
         return OnDevice(runner, None)
 

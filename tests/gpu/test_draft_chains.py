@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,8 +16,8 @@ from engine.compute.attention.swap_tensors import SwapTensors
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.plan.request import SamplingParams
-from engine.plan.speculation.drafter import DraftJob, DraftRequest
-from engine.plan.step_records import BlockCopy
+from engine.plan.speculation.drafter import DraftJob, DraftRequest, UnreadChains
+from engine.plan.step_records import NO_TOKEN, BlockCopy, StepResult, UnreadDrafts
 from tests.bench.gpu.made_models import make_model, make_walk, random_walk
 from tests.bench.gpu.sizes import LlamaShape
 
@@ -116,6 +118,55 @@ def test_target_and_draft_at_work_at_once(device: OnDevice) -> None:
             assert result.rows.token_ids == [int(WALK[row]) for row in rows]
             rows, position = result.rows.token_ids, position + 1
         drafting.result()
+
+
+@pytest.mark.parametrize("num_drafts", [1, CHAIN])
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_step_is_launched_behind_drafts_that_nobody_has_read(
+    device: OnDevice, is_slow: bool, num_drafts: int
+) -> None:
+    """However late they are: the target's stream waits for the drafter's, and the host for neither."""
+    other = on_device(walker(2), SIZES)
+    assert other is not None and isinstance(other.runner, CudaRunner) and device.stream is not None
+    drafter, target = DraftModelDrafter(walker(1), SIZES, on_device=device), other.runner
+    params = SamplingParams(max_tokens=400, temperature=0.0)
+    known = {f"r{row}": [10 + row] * 5 for row in range(6)}
+    jobs = [
+        DraftJob(DraftRequest(name, 5, params), 0, 0, tuple(tokens), 5, num_drafts)
+        for name, tokens in known.items()
+    ]
+    with ThreadPoolExecutor(1) as thread:
+        flying: list[Future[StepResult]] = []
+
+        def verify(chains: UnreadChains) -> StepResult:
+            places = [place for name in known for place in chains.places[name]]
+            parts = [
+                Part(
+                    [*tokens, *[NO_TOKEN] * num_drafts],
+                    4,
+                    5 + num_drafts,
+                    range(16 * row, 16 * row + 16),
+                    range(-1, num_drafts - 1),
+                )
+                for row, tokens in enumerate(known.values())
+            ]
+            inputs = pack_step(parts, SIZES.block_size)
+            assert inputs.drafts is not None
+            unread = UnreadDrafts(chains.tokens, np.array(places))
+            return target.run(replace(inputs, drafts=replace(inputs.drafts, unread=unread)))
+
+        if is_slow:
+            with torch.cuda.stream(device.stream):
+                torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
+        drafts = drafter.draft_and_tell(
+            jobs, lambda chains: flying.append(thread.submit(verify, chains))
+        ).drafts
+        rows = flying[0].result().rows.token_ids
+    drafter.close(list(known))
+    for row, draft in enumerate(drafts):
+        first = row * (1 + num_drafts)
+        assert list(draft.token_ids) == walked(10 + row, num_drafts)
+        assert rows[first : first + 1 + num_drafts] == walked(10 + row, 1 + num_drafts)
 
 
 def test_swapped_blocks_come_back_and_the_first_memory_is_there() -> None:

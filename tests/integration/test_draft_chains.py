@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from engine.compute.cuda.cuda_runner import CudaRunner
+from engine.compute.cuda.device_tokens import DeviceTokens
 from engine.compute.drafters.draft_loader import on_device
 from engine.compute.drafters.draft_model import MAX_CHAIN, DraftModelDrafter, DraftSizes
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.following_steps import FollowingSteps
 from engine.plan.request import SamplingParams
-from engine.plan.speculation.drafter import DraftJob, DraftRequest
+from engine.plan.speculation.drafter import DraftJob, DraftRequest, UnreadChains
 from engine.plan.speculation.speculation_config import Verification
 from engine.plan.step_records import StepInputs
 from tests.support import played_back
@@ -126,6 +127,45 @@ def test_one_call_draws_the_whole_chain() -> None:
     chains.draft(dict.fromkeys(prompts, MAX_CHAIN))
     assert chains.num_calls == 1 or any(len(drafts) < MAX_CHAIN for drafts in chains.drafts.values())
     assert max(map(len, chains.drafts.values())) == MAX_CHAIN
+
+
+@pytest.mark.parametrize("num_wanted", [1, MAX_CHAIN])
+def test_it_tells_where_its_drafts_will_lie_before_they_are_read(num_wanted: int) -> None:
+    rng = np.random.default_rng(12)
+    prompts = {f"r{i}": random_tokens(rng, 9 + i) for i in range(len(PARAMS))}
+    drafter, told = chaining(sizes_with()), list[UnreadChains]()
+    sequences = Sequences(drafter, prompts)
+    jobs = [sequences._job(name, num_wanted) for name in prompts]
+    drafts = drafter.draft_and_tell(jobs, told.append).drafts
+    (chains,) = told
+    assert isinstance(chains.tokens, DeviceTokens)
+    tokens = chains.tokens.read()
+    num_cut = 0
+    for draft in drafts:
+        found = tokens[list(chains.places[draft.request_id])].tolist()
+        assert found[: len(draft.token_ids)] == list(draft.token_ids)
+        num_cut += len(found) > len(draft.token_ids)
+    counts = [len(places) for places in chains.places.values()]
+    assert counts == [num_wanted] * 3 + [1] * 3, "what hangs on all tokens before it comes by itself"
+    assert num_cut or num_wanted == 1, "some chain goes on behind its end"
+
+
+def test_it_tells_of_nothing_while_anyone_is_behind_or_no_step_of_the_target_could_read_it() -> None:
+    rng = np.random.default_rng(12)
+    prompts = {"long": random_tokens(rng, 40), "short": random_tokens(rng, 6)}
+    told: list[UnreadChains] = []
+    sequences = Sequences(chaining(sizes_with(max_read_tokens=16)), prompts)
+    jobs = [sequences._job(name, 3) for name in prompts]
+    drafts = sequences.drafter.draft_and_tell(jobs, told.append).drafts
+    assert any(draft.is_behind for draft in drafts) and not told
+    loaded = fresh_model()
+    beside = played_back.on_device(loaded, sizes_with())
+    apart = DraftModelDrafter(loaded, sizes_with(), on_device=beside, shares_device=False)
+    single = DraftModelDrafter(fresh_model(), sizes_with())
+    for drafter in (apart, single, chaining(sizes_with(), "rejection")):
+        job = Sequences(drafter, {"r0": prompts["short"]})._job("r0", 3)
+        (draft,) = drafter.draft_and_tell([job], told.append).drafts
+        assert draft.token_ids and not told
 
 
 def test_what_a_chain_computed_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:

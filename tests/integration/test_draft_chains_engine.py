@@ -9,6 +9,7 @@ import torch
 
 from engine.compute.drafters.draft_model import DraftModelDrafter, DraftSizes
 from engine.plan.speculation.speculative_decoder import DraftSource
+from engine.plan.step_records import DraftInputs, Int64
 from tests.bench.gpu.engines import made_engine, read, settings_for, submit_all
 from tests.bench.gpu.made_models import (
     BLOCK_SIZE,
@@ -48,6 +49,14 @@ async def test_every_token_is_the_targets_whatever_was_drafted(
     make_walk(draft, strayed(WALK, 0.8))
     sizes = DraftSizes(VOCAB, 64, BLOCK_SIZE, max_num_seqs=4)
     drafter = DraftModelDrafter(draft, sizes, on_device=played_back.on_device(draft, sizes))
+    known, num_unread = DraftInputs.known, 0
+
+    def counted(drafts: DraftInputs, tokens: Int64) -> DraftInputs:
+        nonlocal num_unread
+        num_unread += 1
+        return known(drafts, tokens)
+
+    monkeypatch.setattr(DraftInputs, "known", counted)
     flags = ("--speculative-method", "auto", "--draft-length-policy", "fixed")
     settings = settings_for(4, 128, *flags, "--speculation-schedule", schedule)
     sources = (DraftSource(drafter, 4),)
@@ -60,3 +69,6 @@ async def test_every_token_is_the_targets_whatever_was_drafted(
     if schedule == "sync":  # chains of four, each right four times of five: 59 %
         assert stats.num_rounds < len(STARTS) * NUM_TOKENS / 2
         assert 0.4 < stats.acceptance_rate < 0.8
+        assert num_unread > 10, "steps are launched before their drafts are read"
+    else:
+        assert num_unread == 0

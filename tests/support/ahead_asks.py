@@ -52,12 +52,13 @@ def _without_logprobs(ask: Ask) -> Ask:
 class StepCount:
     """Watches an AheadRunner: `num_ahead` launches were of tokens that nobody had read.
 
-    Of these, `num_drawn_later` were of passes alone.
+    Of these, `num_drawn_later` were of passes alone. `num_unread` had drafts that nobody had read.
     """
 
     def __init__(self) -> None:
         self.num_ahead = 0
         self.num_drawn_later = 0
+        self.num_unread = 0
 
     def watch(self, runner: StepRunner, make_ahead: Callable[[StepRunner], AheadRunner]) -> StepRunner:
         """The runner, made into one that is launched ahead, under watch."""
@@ -75,6 +76,7 @@ class _Watched:
     def launch(self, inputs: StepInputs) -> LaunchedStep:
         self._count.num_ahead += inputs.previous_rows is not None
         self._count.num_drawn_later += inputs.is_drawn_later
+        self._count.num_unread += inputs.drafts is not None and inputs.drafts.unread is not None
         return self._runner.launch(inputs)
 
 

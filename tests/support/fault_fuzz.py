@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -42,7 +43,7 @@ from engine.startup.part_factories import PartFactories
 from tests.support.ahead_asks import StepCount, adjusted_families, plain_families
 from tests.support.engines import InlineExecutor
 from tests.support.native import WITHOUT_KERNELS
-from tests.support.played_back import played_back
+from tests.support.played_back import on_device, played_back
 from tests.support.repetitive_world import Ask, Family, save_repetitive_model
 from tests.support.speculated import (
     COMMON_FLAGS,
@@ -56,9 +57,11 @@ from tests.support.speculated import (
 )
 
 PLAIN = ("--speculative-method", "none")
+DRAFTED = ("--speculation-schedule", "sync", "--draft-length-policy", "fixed")  # by a model on the device
 NUM_FAMILIES = 9
 CELLS: tuple[tuple[str, ...], ...] = (
     PLAIN,
+    DRAFTED,
     (*PLAIN, "--max-num-batched-tokens", "24"),
     (*PLAIN, "--num-kv-blocks", "30", "--preemption", "swap"),
     (*PLAIN, "--num-kv-blocks", "34", "--preemption", "recompute", "--max-num-seqs", "3"),
@@ -90,6 +93,28 @@ class InOrder(Executor):
                 future.set_result(call())
             except Exception as error:
                 future.set_exception(error)
+
+
+class LateAnswers(Executor):
+    """Each call runs some turns of the event loop later, and its answer comes some turns behind it."""
+
+    def __init__(self, seed: int, most: int) -> None:
+        self._turns = TurnExecutor(seed, most)
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """A future that is done some turns later."""
+        future: Future[Any] = Future()
+
+        def work() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    answer = partial(future.set_result, call(*args, **kwargs))
+                except Exception as error:
+                    answer = partial(future.set_exception, error)
+                self._turns.submit(answer)
+
+        self._turns.submit(work)
+        return future
 
 
 def runner_factory(max_tokens: int) -> Callable[..., CudaRunner]:
@@ -138,19 +163,23 @@ def draw_plan(draw: random.Random, *, drafts: bool) -> list[PlannedFault]:
 async def play(world: World, seed: int) -> Counter[str]:
     """One run; what happened in it. AssertionError says what was wrong."""
     draw = random.Random(seed)
-    flags = draw.choice(CELLS)
-    which = seed % 2
-    plan = draw_plan(draw, drafts=not flags)
+    round_number, cell = divmod(seed, len(CELLS))
+    flags, which = CELLS[cell], round_number % 2
+    plan = draw_plan(draw, drafts=flags[:2] != PLAIN)
     make = runner_factory(64 if draw.random() < 0.3 else 0)
     steps, seen = StepCount(), Counter[str]()
-    settings = load_settings([str(world.model), *COMMON_FLAGS, *flags], WITHOUT_KERNELS)
+    asked = [*flags]
+    if flags == DRAFTED:
+        asked += ["--speculative-method", "draft-model", "--draft-model", str(world.model)]
+    settings = load_settings([str(world.model), *COMMON_FLAGS, *asked], WITHOUT_KERNELS)
 
     def load(*factories: PartFactories) -> EngineParts:
-        with patch("engine.startup.build.make_runner", make):
+        beside = patch("engine.compute.drafters.draft_loader.on_device", on_device)
+        with patch("engine.startup.build.make_runner", make), beside:
             parts = load_parts(settings, *factories)
         return replace(parts, runner=steps.watch(parts.runner, _already_ahead))
 
-    executors = Executors(InOrder(seed, 6), TurnExecutor(seed + 1, 8), InlineExecutor())
+    executors = Executors(InOrder(seed, 6), LateAnswers(seed + 1, 8), InlineExecutor())
     engine = FaultyEngine(plan, load, EngineLimits(), executors)
     await engine.start()
     try:
@@ -162,6 +191,7 @@ async def play(world: World, seed: int) -> Counter[str]:
     finally:
         await engine.stop()
     seen.update({"launched ahead": steps.num_ahead, "drawn later": steps.num_drawn_later})
+    seen["unread drafts"] = steps.num_unread
     return seen
 
 

@@ -14,8 +14,10 @@ import torch
 from engine.compute.attention.tree_mask import accepted_moves
 from engine.compute.cuda.device_draw import TORCH_DRAWS, DeviceDraws, DrawColumns, column_words
 from engine.compute.cuda.device_ints import send
+from engine.compute.cuda.device_tokens import DeviceTokens
 from engine.compute.cuda.graphs.device_pass import DevicePass, EagerPasses, TokenMemory
 from engine.compute.cuda.graphs.launched import (
+    DrawnTokens,
     Launched,
     LaunchedApart,
     LaunchedChain,
@@ -25,15 +27,16 @@ from engine.compute.cuda.graphs.launched import (
 from engine.compute.cuda.graphs.recorder import Recorder
 from engine.compute.cuda.graphs.step_graphs import GraphLimits, StepGraphs
 from engine.compute.cuda.step_chain import StepChain
-from engine.compute.cuda.step_draw import StepDraw, can_draw
+from engine.compute.cuda.step_draw import StepDraw, can_draw, to_host
 from engine.compute.recurrent.recurrent_runner import RecurrentRunner
 from engine.compute.runner.device import failures_named, mark, wait_for
 from engine.compute.runner.dummy_steps import plain_sampling
-from engine.compute.runner.following_steps import FollowingSteps
+from engine.compute.runner.following_steps import FollowingSteps, UnreadRows
 from engine.compute.runner.model_runner import ModelRunner
 from engine.compute.verification.draft_rows import DraftRows
 from engine.compute.verification.verified import Verified
 from engine.plan.step_records import (
+    DraftInputs,
     Int64,
     LogitAdjustment,
     SamplingInputs,
@@ -43,6 +46,7 @@ from engine.plan.step_records import (
 )
 
 _LEAST_PLACES = 4096  # steps that only measure or warm up may be larger than those served
+_UNREAD_PLACES = 16  # of drafts that the host has not read, a sequence; of more it waits for them
 # A row that is filtered, and one that asks for all that makes a draw take longer: to warm up with.
 _FILTERED = replace(plain_sampling(np.ones(1), temperature=1.0), top_p=np.full(1, 0.5, np.float32))
 _ALL_AT_ONCE = replace(
@@ -85,7 +89,9 @@ class CudaRunner:
         self._recorder = recorder
         self.kv = kv = runner.kv
         num_places = max(max_rows, _LEAST_PLACES, *(shape.num_tokens for shape in limits.shapes()))
-        self._drawn = torch.zeros(num_places, dtype=torch.int64, device=kv.device)
+        num_unread = _UNREAD_PLACES * limits.max_num_seqs
+        self._drawn = torch.zeros(num_places + num_unread, dtype=torch.int64, device=kv.device)
+        self._unread = self._drawn[num_places:]  # the drafts of the step that is being queued
         self._places = np.zeros(0, np.int64)  # of the last launch's rows in `_drawn`
         self._judges_by_match = runner.for_drafts.verification == "match"
         keeps_features = runner.for_drafts.keeps_features
@@ -131,6 +137,7 @@ class CudaRunner:
         runner, device = self.parts, self.kv.device
         with self._done_where_it_fails(), failures_named():
             runner.reserve(inputs.moves)
+            inputs = self._behind_drafts(inputs)
             start = mark(device)
             num_bytes = runner.move(inputs.moves)
             begin = mark(device) if num_bytes else start
@@ -150,13 +157,23 @@ class CudaRunner:
 
         `rejection` and `block` are not for them: nothing of them is verified.
         """
+        num_drawn = len(steps) * steps.num_rows
         with self._done_where_it_fails(), failures_named():
-            drawn = self._chain.queue(steps, self._places[steps.previous_rows])
-        if drawn is None:
+            kept = self._chain.queue(steps, self._places)
+            host = None if kept is None else to_host(kept[-num_drawn:])
+        if kept is None or host is None:
             apart = [self.launch(steps.step(number)) for number in range(len(steps))]
             return LaunchedApart(apart, steps.slots >= 0)
+        end = mark(self.kv.device)
+        unread = UnreadRows(DeviceTokens(end, kept), steps.places(self._places))
         self._places = np.arange(steps.num_rows)
-        return LaunchedChain(mark(self.kv.device), drawn)
+        return LaunchedChain(end, host.view(len(steps), -1), unread)
+
+    @torch.inference_mode()
+    def keep(self) -> UnreadRows:
+        """What the step that was launched last draws, where later ones do not draw over it."""
+        kept = self._drawn[: int(self._places[-1]) + 1].clone()
+        return UnreadRows(DeviceTokens(mark(self.kv.device), kept), self._places[:, None])
 
     @contextmanager
     def _done_where_it_fails(self) -> Iterator[None]:
@@ -171,34 +188,59 @@ class CudaRunner:
                 wait_for(mark(self.kv.device))
             raise
 
+    def _behind_drafts(self, inputs: StepInputs) -> StepInputs:
+        """Have the step come behind the drafts that are not read yet; too many are read here."""
+        drafts = inputs.drafts
+        if drafts is None or (tokens := _unread_of(drafts)) is None:
+            return inputs
+        if len(tokens) <= len(self._unread):
+            tokens.copy_to(self._unread)
+            return inputs
+        drafts, token_ids = drafts.known(tokens.read()), inputs.token_ids.copy()
+        token_ids[inputs.logits_rows[drafts.rows]] = drafts.token_ids
+        return replace(inputs, token_ids=token_ids, drafts=drafts)
+
     def _pass(self, inputs: StepInputs) -> DevicePass:
-        """The pass, recorded or not, over tokens that the last launch has drawn."""
+        """The pass, recorded or not, over tokens that the last launch drew, or another runner drafted."""
         previous, rows = None, inputs.previous_rows
         if rows is not None:
             previous = np.full(len(rows), -1)
             previous[rows >= 0] = self._places[rows[rows >= 0]]
+        drafts = inputs.drafts
+        if drafts is not None and drafts.unread is not None:
+            previous = np.full(len(inputs.token_ids), -1) if previous is None else previous
+            is_unread = drafts.unread.places >= 0
+            places = len(self._drawn) - len(self._unread) + drafts.unread.places[is_unread]
+            previous[inputs.logits_rows[drafts.rows[is_unread]]] = places
         return self.graphs.start(inputs, previous) or self._eager.start(inputs, previous)
 
     @torch.inference_mode()
     def _queue_draw(self, step: _Pass, sampling: SamplingInputs) -> QueuedDraw:
         """Queue all that comes behind the pass, or wait and do it where the host has to know."""
         inputs, under_way, runner = step.inputs, step.under_way, self.parts
-        drafts = None if inputs.drafts is None else DraftRows.of(inputs.drafts)
         begin = mark(self.kv.device)
         with self._done_where_it_fails(), failures_named():
-            if self._can_wait(drafts, sampling):
+            if self._can_wait(inputs.drafts, sampling):
                 drawn = self._draw.queue(under_way, sampling)
                 self._places = under_way.places
-                verdict = partial(self._settle, inputs, partial(drawn.verdict, sampling, drafts))
+                judge = partial(_judged, drawn, sampling, self._read(inputs.drafts))
+                verdict = partial(self._settle, inputs, judge)
             else:
                 verdict = partial(_known, self._judge(under_way, replace(inputs, sampling=sampling)))
             features = partial(self._features, self._hidden(under_way, inputs), inputs)
             scores = runner.scorer.score(inputs.prompt_rows, step.seen)
         return QueuedDraw(begin, mark(self.kv.device), verdict, features, scores)
 
-    def _can_wait(self, drafts: DraftRows | None, sampling: SamplingInputs) -> bool:
+    def _can_wait(self, drafts: DraftInputs | None, sampling: SamplingInputs) -> bool:
         """Whether the host need not know now what is drawn: a draft is held against what its row draws."""
         return (drafts is None or self._judges_by_match) and can_draw(sampling)
+
+    def _read(self, drafts: DraftInputs | None) -> Callable[[], DraftInputs | None]:
+        """What gives the drafts as they are known once the device is past what is queued by now."""
+        if drafts is None or (tokens := _unread_of(drafts)) is None:
+            return lambda: drafts
+        host = to_host(self._unread[: len(tokens)])
+        return lambda: drafts.known(host.numpy())
 
     def _settle(self, inputs: StepInputs, verdict: Callable[[], Verified]) -> Verified:
         """The verdict, with the accepted drafts of trees moved to where those of chains are."""
@@ -212,6 +254,9 @@ class CudaRunner:
         logits, places = under_way.logits, under_way.places
         if len(logits) != len(places):
             logits = logits.index_select(0, self._at(places))
+        drafts = inputs.drafts
+        if drafts is not None and (tokens := _unread_of(drafts)) is not None:
+            inputs = replace(inputs, drafts=drafts.known(tokens.read()))
         verified = self.parts.judge(logits, inputs)
         self._places = np.arange(len(places))
         self._drawn[: len(places)].copy_(self._at(np.array(verified.rows.token_ids, np.int64)))
@@ -252,3 +297,19 @@ class _Pass(NamedTuple):
 
 def _known(verified: Verified) -> Verified:
     return verified
+
+
+def _judged(drawn: DrawnTokens, sampling: SamplingInputs, read: Callable[[], DraftInputs | None]) -> Verified:
+    drafts = read()
+    return drawn.verdict(sampling, None if drafts is None else DraftRows.of(drafts))
+
+
+def _unread_of(drafts: DraftInputs) -> DeviceTokens | None:
+    """Where the drafts lie that the host has not read; None if it has read all."""
+    if drafts.unread is None:
+        return None
+    tokens = drafts.unread.tokens
+    assert isinstance(tokens, DeviceTokens), (
+        "only a drafter on this device tells of drafts before they are read"
+    )
+    return tokens

@@ -13,7 +13,6 @@ from engine.compute.cuda.device_draw import FilteredDraw, FilteredRows, filtered
 from engine.compute.cuda.device_ints import Array, send
 from engine.compute.cuda.graphs.device_pass import TokenMemory
 from engine.compute.cuda.graphs.step_graphs import StepGraphs
-from engine.compute.cuda.step_draw import to_host
 from engine.compute.runner.following_steps import FollowingSteps
 from engine.compute.sampling.noise import row_keys
 from engine.plan.step_records import Int64, SamplingInputs
@@ -30,16 +29,20 @@ class StepChain:
         self._memory = memory
         self._draw_filtered = draw_filtered
 
-    def queue(self, steps: FollowingSteps, previous: Int64) -> torch.Tensor | None:
-        """The tokens of all steps on their way to the host, int64 [steps, R]; None if no recording holds one.
+    def queue(self, steps: FollowingSteps, first: Int64) -> torch.Tensor | None:
+        """The tokens of the step before, of which each row has its place in `first`, then R of each step.
 
-        `previous` [R] are the places of what the first of the steps computes.
+        Int64, kept on the device as they are. None if no recording holds one of the steps.
         """
         inputs, tokens, num_rows = steps.step(0), self._memory.tokens, steps.num_rows
+        num_before = int(first[-1]) + 1
         recorded = self._graphs.recorded(inputs)
         if recorded is None:
             return None
-        recorded.fill(inputs, previous, len(steps) - 1)
+        kept = torch.empty(num_before + len(steps) * num_rows, dtype=torch.int64, device=tokens.device)
+        kept[:num_before].copy_(tokens[:num_before])
+        drawn = kept[num_before:].view(len(steps), num_rows)
+        recorded.fill(inputs, first[steps.previous_rows], len(steps) - 1)
         self._graphs.module(recorded)
         recorded.draw()
         rows = steps.all_rows()
@@ -49,7 +52,6 @@ class StepChain:
             words |= {f"{_FILTER}{name}": array for name, array in filtered.words.items()}
             words["at"] = filtered.rows % num_rows
         sent = {name: _by_step(each, len(steps)) for name, each in send(words, tokens.device).items()}
-        drawn = torch.empty((len(steps), num_rows), dtype=torch.int64, device=tokens.device)
         for number in range(len(steps)):
             if number:
                 recorded.go_on({name: sent[name][number] for name in _MOVING})
@@ -60,7 +62,7 @@ class StepChain:
                 at, filters = sent["at"][number], FilteredRows.filters(own)
                 tokens.index_copy_(0, at, self._draw_filtered(recorded.logits, at, filters, own["keys"]))
             drawn[number].copy_(tokens[:num_rows])
-        return to_host(drawn)
+        return kept
 
 
 def _words(steps: FollowingSteps, rows: SamplingInputs) -> dict[str, Array]:

@@ -5,14 +5,14 @@ The tokens stay on the device meanwhile, which is given all of the steps before 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
 import numpy as np
 
 from engine.compute.attention.kv_tensors import KvTensors
-from engine.compute.runner.following_steps import FollowingSteps
+from engine.compute.runner.following_steps import FollowingSteps, UnreadRows
 from engine.plan.step_records import Int64, StepInputs, StepResult
 
 
@@ -25,7 +25,15 @@ class ChainStep(Protocol):
 
 
 class ChainRest(Protocol):
-    """The steps behind a first one, which the device may still be at work on."""
+    """The steps behind a first one, which the device may still be at work on.
+
+    What they and the first one draw is `unread` till then; None where no other runner can compute it.
+    """
+
+    @property
+    def unread(self) -> UnreadRows | None:
+        """See above."""
+        ...
 
     def wait(self) -> Int64:
         """What each row draws in each step, [steps, R], below 0 where that failed or the row has ended."""
@@ -51,20 +59,30 @@ class ChainRunner(Protocol):
         """
         ...
 
+    def keep(self) -> UnreadRows | None:
+        """What the step that was launched last draws; None where no other runner can compute it."""
+        ...
+
 
 def draw_chains(
-    runner: ChainRunner, first: StepInputs, num_drafts: Sequence[int], block_size: int
+    runner: ChainRunner,
+    first: StepInputs,
+    num_drafts: Sequence[int],
+    block_size: int,
+    tell: Callable[[UnreadRows], None] | None = None,
 ) -> list[list[int] | None]:
     """Draw `num_drafts[r]` tokens, at least one, after row r of the step, each token by a step of its own.
 
     `first` has for each sequence the blocks of all its tokens to come; a row with several drafts must need
-    nothing of them to be drawn but the newest. A row of which one draw failed gets None. Raises what the
-    runner raises, once nothing is under way.
+    nothing of them to be drawn but the newest. A row of which one draw failed gets None. `tell` is told what
+    is on its way once all of it is started. Raises what the runner raises, once nothing is under way.
     """
     step, rest = runner.launch(first), None
     try:
         following = FollowingSteps.behind(first, np.asarray(num_drafts, np.int64) - 1, block_size)
         rest = None if following is None else runner.follow(following)
+        if tell is not None and (unread := runner.keep() if rest is None else rest.unread) is not None:
+            tell(unread)
         result = step.wait()
     except BaseException:
         _wait_for(step if rest is None else rest)

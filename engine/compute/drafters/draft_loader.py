@@ -92,7 +92,13 @@ def _load_drafter(
     loaded = with_checked_kernels(loaded, settings.model, settings.home, reload, room.block_size)
     loaded = with_fast_layers(loaded, settings.model, room.block_size, reload)
     verification = settings.speculation.draft_verification
-    return DraftModelDrafter(loaded, sizes, verification, on_device(loaded, sizes))
+    return DraftModelDrafter(
+        loaded,
+        sizes,
+        verification,
+        on_device(loaded, sizes),
+        shares_device=loaded.device == target.device,
+    )
 
 
 def draft_model_settings(settings: Settings) -> ModelSettings:

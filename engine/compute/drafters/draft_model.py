@@ -5,7 +5,7 @@ Knows nothing of verification but whether it must say what its drafts were drawn
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import NamedTuple
@@ -27,11 +27,12 @@ from engine.compute.drafters.draft_sequence import (
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.runner.device import in_stream
 from engine.compute.runner.dummy_steps import Part, pack_step
+from engine.compute.runner.following_steps import UnreadRows
 from engine.compute.runner.packed_forward import PackedForward
 from engine.compute.sampling.row_groups import in_groups
 from engine.compute.sampling.sampler import Sampler, select_rows
 from engine.plan.scheduling.sampling_table import history_of
-from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult
+from engine.plan.speculation.drafter import Draft, DraftJob, DraftResult, UnreadChains
 from engine.plan.speculation.speculation_config import Verification
 from engine.plan.step_records import Int64, SampledRows, SamplingInputs, StepInputs
 
@@ -98,6 +99,7 @@ class DraftModelDrafter:
 
     With `on_device` a call draws all the drafts that are wanted, up to MAX_CHAIN, unless their probabilities
     are needed or the next depends on all that were drafted; the host waits once, and in a stream of its own.
+    With `shares_device` the target computes on the same one, and may be told of the drafts before that.
 
     Drafts go through the whole pipeline of the target's rows: the request's own parameters, with the tokens
     drafted so far as history. Under `match` also the noise is the target's, so that the two models draw the
@@ -121,8 +123,11 @@ class DraftModelDrafter:
         sizes: DraftSizes,
         verification: Verification = "match",
         on_device: OnDevice | None = None,
+        *,
+        shares_device: bool = True,
     ) -> None:
         self._forward = PackedForward(loaded)
+        self._shares_device = shares_device
         self._device = on_device
         self._stream = None if on_device is None else on_device.stream
         # The runner draws for `match` only, and all that the model knows, which the target must know too.
@@ -154,9 +159,16 @@ class DraftModelDrafter:
         """Raise AssertionError unless blocks and sequences agree. O(blocks): for tests."""
         self._kv.manager.check_integrity()
 
-    @torch.inference_mode()
     def draft(self, jobs: Sequence[DraftJob]) -> DraftResult:
         """Tokens for each job that has no more to read. Whatever the forward pass raises comes through."""
+        return self._draft(jobs, None)
+
+    def draft_and_tell(self, jobs: Sequence[DraftJob], tell: Callable[[UnreadChains], None]) -> DraftResult:
+        """See TellingDrafter: it tells of chains alone, and of none while anyone is behind."""
+        return self._draft(jobs, tell if self._shares_device else None)
+
+    @torch.inference_mode()
+    def _draft(self, jobs: Sequence[DraftJob], tell: Callable[[UnreadChains], None] | None) -> DraftResult:
         begin = perf_counter()
         behind: set[str] = set()
         with in_stream(self._stream):
@@ -164,7 +176,7 @@ class DraftModelDrafter:
                 self._take_note(job)
             turns = self._plan(jobs, behind)
             lanes = [lane for turn in turns if turn.draws for lane in self._growing(turn)]
-            drawn = self._compute(turns, lanes) if turns else {}
+            drawn = self._compute(turns, lanes, None if behind else tell) if turns else {}
         drafts = tuple(self._answer(job, drawn, behind) for job in jobs)
         return DraftResult(drafts, perf_counter() - begin)
 
@@ -258,13 +270,18 @@ class DraftModelDrafter:
 
     # The pass.
 
-    def _compute(self, turns: Sequence[_Turn], lanes: Sequence[DraftLane]) -> Mapping[str, _Drawn]:
+    def _compute(
+        self,
+        turns: Sequence[_Turn],
+        lanes: Sequence[DraftLane],
+        tell: Callable[[UnreadChains], None] | None,
+    ) -> Mapping[str, _Drawn]:
         """Run the turns, and a token of each lane beside them; what the turns drew, by request."""
         try:
             drawing = [turn for turn in turns if turn.draws]
             inputs = self._step_inputs(turns, lanes)
             if self._chains and drawing:
-                drawn = self._draw_chains(drawing, inputs)
+                drawn = self._draw_chains(drawing, inputs, tell)
             else:
                 logits = self._forward(inputs, self._kv.tensors)  # [drawing + lanes, draft vocab]
                 logits = fit_vocabulary(logits, self._sizes.vocab_size)
@@ -310,12 +327,22 @@ class DraftModelDrafter:
         draws = [turn.draws for turn in turns] + [True] * len(lanes)
         return replace(inputs, logits_rows=inputs.logits_rows[draws])
 
-    def _draw_chains(self, turns: Sequence[_Turn], inputs: StepInputs) -> list[_Drawn | None]:
+    def _draw_chains(
+        self, turns: Sequence[_Turn], inputs: StepInputs, tell: Callable[[UnreadChains], None] | None
+    ) -> list[_Drawn | None]:
         """All drafts of each turn, up to one that ends the request, None for a row that failed."""
         assert self._device is not None
         inputs = replace(inputs, sampling=sampling_inputs([turn.known for turn in turns]))
         num_drafts = [turn.num_drafts for turn in turns]
-        chains = draw_chains(self._device.runner, inputs, num_drafts, self._sizes.block_size)
+
+        def tell_of(rows: UnreadRows) -> None:
+            places = zip(turns, rows.places.tolist(), strict=True)
+            own = {turn.job.request.request_id: tuple(row[: turn.num_drafts]) for turn, row in places}
+            if tell is not None:
+                tell(UnreadChains(rows.tokens, own))
+
+        runner, told = self._device.runner, None if tell is None else tell_of
+        chains = draw_chains(runner, inputs, num_drafts, self._sizes.block_size, told)
         return [
             None if chain is None else _Drawn(up_to_the_end(turn.known, chain))
             for turn, chain in zip(turns, chains, strict=True)

@@ -64,6 +64,12 @@ def mark(device: torch.device) -> Mark:
     return event
 
 
+def queue_behind(moment: Mark, device: torch.device) -> None:
+    """Have what is queued next wait for the mark, which may be another stream's; the host does not."""
+    if not isinstance(moment, float):
+        torch.cuda.current_stream(device).wait_event(moment)
+
+
 def wait_for(moment: Mark) -> None:
     """Sleep until the device has reached it. Raises what has failed there."""
     if not isinstance(moment, float):

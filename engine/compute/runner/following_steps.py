@@ -53,6 +53,17 @@ class FollowingSteps:
         """R."""
         return len(self.previous_rows)
 
+    def places(self, first: Int64) -> Int64:
+        """Where a row's tokens are among those of the first step, at places `first`, then R of each step.
+
+        Of no meaning past its last token; -1 if it does not go on. [rows of the first step, 1 + steps]
+        """
+        places = np.full((len(first), 1 + len(self)), -1)
+        places[:, 0] = first
+        steps = int(first[-1]) + 1 + np.arange(len(self) * self.num_rows).reshape(len(self), -1)
+        places[self.previous_rows, 1:] = steps.T
+        return places
+
     def step(self, number: int) -> StepInputs:
         """One of the steps, of the rows that go on; `previous_rows` are those of the step before it."""
         goes_on = self.slots[number] >= 0
@@ -77,6 +88,14 @@ class FollowingSteps:
         """What every row of every step is drawn by, step for step. [steps * R]"""
         every = np.tile(np.arange(self.num_rows), len(self))
         return replace(select_rows(self.sampling, every), position=self.positions.ravel() + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadRows:
+    """Tokens that each row draws in successive steps, on their way through the device."""
+
+    tokens: object  # see DeviceTokens
+    places: Int64  # [R, steps] among them, of no meaning past a row's last
 
 
 def owners_of(inputs: StepInputs) -> NDArray[np.intp]:

@@ -14,16 +14,24 @@ from typing import NamedTuple
 from engine.plan.request import Request
 from engine.plan.speculation.acceptance import Acceptance, Kind
 from engine.plan.speculation.drafter import Draft, DraftRequest, TargetFeatures
-from engine.plan.step_records import FeatureRows
+from engine.plan.step_records import NO_TOKEN, FeatureRows
+
+
+class UnreadToken(NamedTuple):
+    """Where a draft lies that the host has not read; see UnreadDrafts."""
+
+    tokens: object
+    place: int
 
 
 class DraftedToken(NamedTuple):
-    """One draft on a tape."""
+    """One draft on a tape; NO_TOKEN while it is `unread`."""
 
     token_id: int
     parent: int | None = None  # the index of the draft before it, -1 for the known tokens; None in a chain
     probs: object | None = None  # that it was drawn from; None if it was certain
     chance: float | None = None  # that the drafter gave it, where the draft before it comes; None for no word
+    unread: UnreadToken | None = None
 
 
 class TapeOutcome(Enum):
@@ -55,6 +63,17 @@ class DraftTape:
     def is_tree(self) -> bool:
         """True if the drafts form a tree."""
         return bool(self.drafted) and self.drafted[0].parent is not None
+
+    def expect(self, unread: Sequence[UnreadToken], method: str) -> None:
+        """Take drafts that are still to be read; `withdraw` comes before the answer with them."""
+        if not self.drafted:
+            self.method = method
+        self.drafted += [DraftedToken(NO_TOKEN, unread=each) for each in unread]
+
+    def withdraw(self) -> None:
+        """Drop what is still to be read."""
+        while self.drafted and self.drafted[-1].unread is not None:
+            self.drafted.pop()
 
     def drop_drafts(self) -> None:
         """Drop the drafts, and start a new epoch: answers to earlier jobs are stale."""

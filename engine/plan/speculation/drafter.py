@@ -5,10 +5,10 @@ A drafter gets the known tokens by messages, and may be wrong, late or gone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from engine.plan.request import SamplingParams
 from engine.plan.step_records import FeatureRows
@@ -109,6 +109,17 @@ class DraftResult:
     draft_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class UnreadChains:
+    """Chains of a micro-step that are on their way through the device; its answers will hold them.
+
+    `places` are where each request's drafts lie among the `tokens`; one without any gets none.
+    """
+
+    tokens: object
+    places: Mapping[str, tuple[int, ...]]
+
+
 class Drafter(Protocol):
     """A draft source for many sequences. Its methods are called one at a time, by one thread at a time.
 
@@ -127,6 +138,15 @@ class Drafter(Protocol):
 
     def close(self, request_ids: Sequence[str]) -> None:
         """Forget these sequences and free their memory; unknown ones are passed over."""
+
+
+@runtime_checkable
+class TellingDrafter(Protocol):
+    """A Drafter whose drafts a step on the same device may verify before the host has read them."""
+
+    def draft_and_tell(self, jobs: Sequence[DraftJob], tell: Callable[[UnreadChains], None]) -> DraftResult:
+        """As `draft`; once all drafts of the micro-step are on their way, `tell` may be called with them."""
+        ...
 
 
 @dataclass(slots=True)

@@ -8,8 +8,8 @@ from operator import mul
 
 from engine.plan.request import Request
 from engine.plan.speculation.acceptance import MethodPrior
-from engine.plan.speculation.draft_tape import DraftedSequence, DraftView
-from engine.plan.speculation.drafter import Draft, DraftAnswers, Drafter, DraftJob
+from engine.plan.speculation.draft_tape import DraftedSequence, DraftView, UnreadToken
+from engine.plan.speculation.drafter import Draft, DraftAnswers, Drafter, DraftJob, UnreadChains
 from engine.plan.speculation.length_policy import LengthPolicy
 from engine.plan.speculation.pass_costs import PassCosts
 from engine.plan.speculation.spec_stats import SpecStats
@@ -203,6 +203,47 @@ class DrafterLink:
         return acceptance.least_stated(kind, self._policy.least_chance(acceptance))
 
     # What comes back.
+
+    def may_be_unread(self, jobs: Iterable[DraftJob]) -> bool:
+        """Whether a step may verify drafts for these before they are read.
+
+        A grammar has to know them, penalties count them, and a rival may promise more.
+        """
+        if self.rival is not None:
+            return False
+        found = [self._clients.get(job.request.request_id) for job in jobs]
+        return all(client is not None and self._is_open(*client) for client in found)
+
+    @staticmethod
+    def _is_open(sequence: DraftedSequence, view: DraftView) -> bool:
+        by_another = bool(sequence.tape.drafted) and sequence.author is not view
+        return not (by_another or sequence.request.draws_by_history)
+
+    def expect(self, jobs: Iterable[DraftJob], chains: UnreadChains) -> None:
+        """Put drafts that are still to be read on the tapes; `withdraw` takes them back."""
+        for job in jobs:
+            found = self._clients.get(job.request.request_id)
+            places = chains.places.get(job.request.request_id, ())[: job.num_wanted]
+            if found is None or found[0].tape.epoch != job.epoch or not places:
+                continue
+            sequence, view = found
+            if not sequence.tape.drafted:
+                sequence.author = view
+            sequence.tape.expect([UnreadToken(chains.tokens, place) for place in places], self.drafter.method)
+
+    def withdraw(self, jobs: Iterable[DraftJob]) -> None:
+        """Take back what was expected, before the answers are taken."""
+        for job in jobs:
+            found = self._clients.get(job.request.request_id)
+            if found is not None:
+                found[0].tape.withdraw()
+
+    def give_up(self, jobs: Iterable[DraftJob]) -> None:
+        """What was expected for these may come at any time, and is stale then."""
+        for job in jobs:
+            found = self._clients.get(job.request.request_id)
+            if found is not None:
+                found[0].tape.drop_drafts()
 
     def take(self, answers: DraftAnswers) -> None:
         """Count a micro-step and put its fitting answers on the tapes."""

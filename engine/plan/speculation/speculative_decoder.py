@@ -220,6 +220,7 @@ class SpeculativeDecoder:
         sequence = self._active.pop(request_id, None)
         if sequence is None:
             return
+        sequence.tape.withdraw()  # its answer counts as cancelled
         self.stats.note_dropped("cancelled", max(0, len(sequence.tape) - sequence.num_in_flight))
         sequence.tape.drop_drafts()
         sequence.num_in_flight = 0
@@ -309,15 +310,19 @@ class SpeculativeDecoder:
     # After a step.
 
     def commit(self, request: Request, drafted: Sequence[DraftedToken], num_tokens: int) -> None:
-        """A step that verified `drafted` has committed `num_tokens`; call it before the request is closed."""
+        """A step that verified `drafted` has committed `num_tokens`; call it before the request is closed.
+
+        What was still to be read of them is on the tape by now.
+        """
         sequence = self._active.get(request.request_id)
         if sequence is None or num_tokens == 0:
             return
         if sequence.tape.drafted:
             tokens = request.token_ids[-num_tokens:]
-            sequence.num_in_flight = len(drafted)  # there may not have been room for all that were chosen
-            if drafted:
-                self._judge(sequence, drafted, tokens)
+            verified = sequence.tape.drafted[: len(drafted)]
+            sequence.num_in_flight = len(verified)  # there may not have been room for all that were chosen
+            if verified:
+                self._judge(sequence, verified, tokens)
             self._commit_tape(sequence, tokens)
         self._set_limits(sequence)
 

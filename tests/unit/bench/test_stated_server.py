@@ -13,7 +13,7 @@ from engine.compute.runner.following_steps import FollowingSteps
 from engine.compute.runner.model_runner import ForDrafts, ModelRunner
 from engine.compute.sampling.sampler import Sampler
 from engine.loop.engine_parts import AheadRunner
-from engine.plan.step_records import NO_TOKEN, DraftInputs, Int64
+from engine.plan.step_records import NO_TOKEN, DraftInputs, Int64, UnreadDrafts
 from tests.bench import stated_device
 from tests.bench.stated_device import StatedDevice, StatedRunner, StepTimes
 from tests.support.packed import load_tiny
@@ -92,6 +92,46 @@ def test_a_chain_takes_a_step_for_each_token_and_follows_the_walk(clock: Clock, 
     drawn = rest.wait()
     assert clock.now == 5 * step_s
     assert drawn[:2, 0].tolist() == [7, 8] and drawn[:, 1].tolist() == [11, 12, 13, 14]
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_a_step_begins_when_the_drafts_are_there_that_the_host_has_not_read(
+    clock: Clock, num_steps: int
+) -> None:
+    """Of two chains, the first is right but for its last token."""
+    device, successors = StatedDevice(), (np.arange(64) + 1) % 64
+    times = StepTimes(STEP_S, 0.0)
+    wrong = successors.copy()
+    wrong[5 + num_steps] = 60
+    target, draft = runner_of(device, times, successors), runner_of(device, times, wrong)
+    first = pack_step([Part([5] * 8, 5, 6, [0, 1, 2]), Part([20] * 8, 5, 6, [3, 4, 5])], 4)
+    draft.launch(first)
+    steps = FollowingSteps.behind(first, np.full(2, num_steps), 4)
+    unread = draft.keep() if steps is None else draft.follow(steps).unread
+    assert unread is not None
+    count = 1 + num_steps
+    tokens = ([5] + [NO_TOKEN] * count, [20] + [NO_TOKEN] * count)
+    parts = [
+        Part(own, 0, 1 + count, blocks, range(-1, num_steps))
+        for own, blocks in zip(tokens, ([0, 1], [2, 3]), strict=True)
+    ]
+    inputs = pack_step(parts, 4)
+    assert inputs.drafts is not None
+    drafts = replace(inputs.drafts, unread=UnreadDrafts(unread.tokens, unread.places.ravel()))
+    result = target.launch(replace(inputs, drafts=drafts)).wait()
+    assert clock.now == (1 + num_steps) * STEP_S + STEP_S and result.forward_s == STEP_S
+    right = [list(range(6, 6 + count)), list(range(21, 22 + count))]
+    assert result.rows.token_ids == [*right[0], NO_TOKEN, *right[1]]
+
+
+def test_what_another_device_drew_is_read_first() -> None:
+    plain = runner_of(StatedDevice(), StepTimes(0.0, 0.0))
+    plain._shares_device = False
+    first = pack_step([Part([5] * 8, 5, 6, [0, 1, 2])], 4)
+    plain.launch(first)
+    steps = FollowingSteps.behind(first, np.array([2]), 4)
+    assert steps is not None
+    assert plain.keep() is None and plain.follow(steps).unread is None
 
 
 def test_tokens_follow_each_other_as_the_walk_has_it_and_drafts_are_held_against_it() -> None:

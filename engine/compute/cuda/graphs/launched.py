@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.compute.runner.device import Mark, failures_named, seconds_between, wait_for
+from engine.compute.runner.following_steps import UnreadRows
 from engine.compute.sampling.logprobs import RowScores
 from engine.compute.sampling.sampler import NOT_FINITE, NOTHING_LEFT
 from engine.compute.verification.draft_rows import DraftRows
@@ -94,6 +95,7 @@ class LaunchedChain:
 
     end: Mark
     tokens: torch.Tensor  # int64 [steps, R], on the host once the device is past `end`
+    unread: UnreadRows | None  # those of the step before, too
 
     def wait(self) -> Int64:
         """What they drew, below 0 where logits were not finite or the row had ended; the thread sleeps."""
@@ -109,6 +111,7 @@ class LaunchedApart:
 
     steps: Sequence[Launched]
     goes_on: NDArray[np.bool_]  # [steps, R] which rows each step has
+    unread: UnreadRows | None = None
 
     def wait(self) -> Int64:
         """See LaunchedChain."""

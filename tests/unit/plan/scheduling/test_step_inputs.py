@@ -1,11 +1,19 @@
+import numpy as np
 import pytest
 
 from engine.plan.kv.paged_kv_manager import PagedKvManager
 from engine.plan.request import Request
 from engine.plan.scheduling.sampling_table import SamplingTable
 from engine.plan.scheduling.step_inputs import ScheduledItem, build_step_inputs
-from engine.plan.speculation.draft_tape import DraftedToken
-from engine.plan.step_records import BlockMoves, LogitAdjustment, ScheduledRequest, StepInputs
+from engine.plan.speculation.draft_tape import DraftedToken, UnreadToken
+from engine.plan.step_records import (
+    NO_DRAFT,
+    NO_TOKEN,
+    BlockMoves,
+    LogitAdjustment,
+    ScheduledRequest,
+    StepInputs,
+)
 from tests.support.factories import make_kv, make_request
 
 
@@ -141,6 +149,26 @@ def test_chains_of_drafts_exactly() -> None:
     assert found.token_ids.tolist() == [13, 14, 24, 25]
     assert found.parents is None
     assert found.probs == (probs, None, None, None)
+
+
+def test_drafts_that_are_still_to_be_read_exactly() -> None:
+    kv = make_kv(num_blocks=16, block_size=4)
+    one, two = make_request("one", [10, 11, 12]), make_request("two", [20, 21], min_tokens=2)
+    kv.allocate("one", 5)
+    kv.allocate("two", 4)
+    tokens = object()
+    unread = tuple(DraftedToken(NO_TOKEN, unread=UnreadToken(tokens, place)) for place in (7, 3, 5))
+    inputs = build_verify(kv, (one, (DraftedToken(13), unread[0])), (two, unread[1:]))
+    assert inputs.token_ids.tolist() == [12, 13, NO_TOKEN, 21, NO_TOKEN, NO_TOKEN]
+    assert inputs.positions.tolist() == [2, 3, 4, 1, 2, 3]
+    drafts = inputs.drafts
+    assert drafts is not None and drafts.unread is not None
+    assert drafts.rows.tolist() == [1, 2, 4, 5]
+    assert drafts.unread.tokens is tokens and drafts.unread.places.tolist() == [-1, 7, 3, 5]
+    known = drafts.known(np.arange(100, 108))
+    assert known.token_ids.tolist() == [13, 107, 103, 105] and known.unread is None
+    failed = drafts.known(np.array([0, 0, 0, NO_TOKEN, 0, 6, 0, 7]))
+    assert failed.token_ids.tolist() == [13, 7, NO_DRAFT, 6], "no token, and not what a row without one has"
 
 
 def test_a_tree_of_drafts_exactly() -> None:
