@@ -8,6 +8,7 @@ from math import sqrt
 
 _WINDOW = 12  # steps of a first trial, with those that do not count
 _RETRIAL = 8  # steps of a later trial
+_GLANCE = 6  # steps of the arm of which more is known
 _CARRY_OVER = 2  # steps after a change of arm that do not count: they carry what the other left
 _MOST_WINDOWS = 6  # for each arm in one trial
 _RETRY_EVERY = 450  # steps between two trials
@@ -121,7 +122,7 @@ class _Contest:
         difference = other.rate - used.rate
         is_last = self._num_windows >= 2 * _MOST_WINDOWS
         is_clear = abs(difference) > doubt
-        is_better = (is_clear or is_last) and other.rate > _MARGIN * used.rate
+        is_better = (is_clear or (is_last and difference > doubt / 2)) and other.rate > _MARGIN * used.rate
         if is_better and not self._is_side_by_side:
             self._is_side_by_side = True
             self.arms[self.in_use] = _Arm()
@@ -137,8 +138,10 @@ class _Contest:
             self._end_trial()
         else:
             self._num_windows += 1
-            self.running = challenger if other.error >= used.error else self.in_use
-            self._left = _WINDOW
+            # By turns: who had the later windows would owe what a drifting machine gave it.
+            self.running = challenger if self.running == self.in_use else self.in_use
+            is_surer = self.arms[self.running].error < max(used.error, other.error)
+            self._left = _GLANCE if is_surer else _WINDOW
 
     def _end_trial(self) -> None:
         self.on_trial = None

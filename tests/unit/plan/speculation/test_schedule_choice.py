@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from math import exp
 from random import Random
 
 import pytest
@@ -174,3 +175,29 @@ def test_what_is_chosen_is_known_once_it_was_compared_and_no_trial_changes_it() 
     assert {chosen for chosen, _ in seen[first:]} <= {"off", "sync"}
     assert {chosen for chosen, _ in seen[200:]} == {"sync"}
     assert {arm for _, arm in seen[200:]} > {"sync"}, "others were on trial"
+
+
+def drifting(seed: int, num_steps: int) -> list[float]:
+    """How much longer than at other times each step takes: at first, and as the machine wanders."""
+    random, wandered, found = Random(seed), 0.0, []
+    for step in range(num_steps):
+        wandered += random.gauss(0, 0.018) - wandered / 150
+        found.append(exp(wandered) * (1 + 0.3 * exp(-step / 100)))
+    return found
+
+
+@pytest.mark.parametrize("num_seqs", [1, 16])
+def test_no_arm_is_chosen_for_what_the_machine_did_meanwhile(num_seqs: int) -> None:
+    """One whose windows were later by chance, or less sure, is no better for it."""
+    machine = {"off": (1.0, 0.0055), "sync": (2.9, 0.0185), "async": (1.8, 0.0145)}
+    rates = []
+    for seed in range(24):
+        pace = drifting(seed, 1500)
+
+        def machine_at(step: int, pace: list[float] = pace) -> Machine:
+            return {arm: (mean, step_s * pace[step]) for arm, (mean, step_s) in machine.items()}
+
+        _, _, used = run_chooser(machine_at, 1500, num_seqs, seed)
+        tokens, seconds = (sum(used[arm] * machine[arm][i] for arm in ARMS) for i in range(2))
+        rates.append(tokens / seconds)
+    assert sum(rates) / len(rates) >= 0.945 / 0.0055
