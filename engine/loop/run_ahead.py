@@ -159,7 +159,8 @@ class RunAhead:
         ahead = None
         if self._runs_ahead:  # one that takes longer than a step keeps none from being launched ahead
             ahead = [each.link for each in self._ahead if self._is_fit(each) and each.seconds <= step_s]
-        decoder.begin_step(awaited, ahead=ahead, keeps_lanes=self._arm == "lanes")
+        not_asked = [each.link for each in self._remote] if self._arm == "off" else ()
+        decoder.begin_step(awaited, ahead=ahead, keeps_lanes=self._arm == "lanes", not_asked=not_asked)
         self._patience_s = max(_PATIENCE_S, step_s)
 
     async def draft_once(self) -> bool:

@@ -33,6 +33,7 @@ class DrafterLink:
         self.drafter = drafter
         self.prior = MethodPrior(is_free=drafter.is_cheap)
         self.is_awaited = False
+        self.is_asked = True
         self.runs_ahead = False
         self.may_branch = True
         self.max_num_lanes = 0  # that a job may ask for
@@ -46,9 +47,15 @@ class DrafterLink:
 
     # Around a step.
 
-    def begin_step(self, *, is_awaited: bool, runs_ahead: bool, may_branch: bool) -> None:
-        """Note whether the next step waits for this drafter, or it drafts beside this one, maybe trees."""
+    def begin_step(
+        self, *, is_awaited: bool, runs_ahead: bool, may_branch: bool, is_asked: bool = True
+    ) -> None:
+        """Note whether the next step waits for this drafter, or it drafts beside this one, maybe trees.
+
+        One that is not asked at all has no drafts to be measured out, which takes time for each sequence.
+        """
         self.is_awaited = is_awaited
+        self.is_asked = is_asked
         self.runs_ahead = runs_ahead
         self.may_branch = may_branch
 
@@ -96,7 +103,7 @@ class DrafterLink:
         asked about it in turn with others of that kind, so that a crowd of them costs the host no more than a
         few: each answer is time that the model does not compute in.
         """
-        if self.drafter.reads_features and not self.is_awaited:
+        if not self.is_asked or (self.drafter.reads_features and not self.is_awaited):
             return False
         if not self._is_quiet(view) or view.is_behind:
             return True

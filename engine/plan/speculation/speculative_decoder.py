@@ -249,8 +249,9 @@ class SpeculativeDecoder:
         *,
         ahead: Collection[DrafterLink] | None = None,
         keeps_lanes: bool = False,
+        not_asked: Collection[DrafterLink] = (),
     ) -> None:
-        """A step is to be prepared that waits for these drafters.
+        """A step is to be prepared that waits for these drafters, while those `not_asked` do nothing.
 
         Where drafting runs ahead of verification, by those `ahead`, drafts are chains: a tree cannot be gone
         on with. With `keeps_lanes` it does so for more than one outcome.
@@ -259,7 +260,10 @@ class SpeculativeDecoder:
         self._apply_changes()
         for link, source in zip(self.links, self.sources, strict=True):
             link.begin_step(
-                is_awaited=link in awaited, runs_ahead=link in (ahead or ()), may_branch=ahead is None
+                is_awaited=link in awaited,
+                runs_ahead=link in (ahead or ()),
+                may_branch=ahead is None,
+                is_asked=link not in not_asked,
             )
             link.max_num_lanes = source.max_num_lanes if keeps_lanes else 0
 

@@ -751,6 +751,23 @@ def test_a_shorter_draft_holds_from_the_next_step_on() -> None:
     assert world.job().num_wanted == 2, "two are there"
 
 
+def test_of_a_drafter_that_is_not_asked_no_lengths_are_measured_out() -> None:
+    """And it is asked again from the second step on in which it may be."""
+    world = World()
+    a = world.open()
+    links = world.decoder.links
+    world.decoder.begin_step((), not_asked=links)
+    measured = []
+    wanted = world.decoder._policy.wanted
+    world.decoder._policy.wanted = lambda *each: measured.append(each) or wanted(*each)  # type: ignore
+    for token_id in range(5):
+        world.commit(a, token_id)
+    assert not measured and not links[0].jobs(ahead=False)
+    world.decoder.begin_step(links)
+    world.commit(a, 7)
+    assert len(measured) == 1 and world.job().num_wanted == 4
+
+
 def test_what_is_drafted_already_is_cut_to_the_new_length() -> None:
     world = World()
     a = world.open()
