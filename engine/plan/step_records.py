@@ -205,6 +205,13 @@ class StepInputs:
     previous_rows: Int64 | None = None  # [N], None when every token is known
     is_drawn_later: bool = False
 
+    def with_read_drafts(self, tokens: Int64) -> StepInputs:
+        """The same where the host knows its drafts, see DraftInputs.known."""
+        assert self.drafts is not None, "it has none"
+        drafts, token_ids = self.drafts.known(tokens), self.token_ids.copy()
+        token_ids[self.logits_rows[drafts.rows]] = drafts.token_ids
+        return replace(self, token_ids=token_ids, drafts=drafts)
+
 
 @dataclass(frozen=True, slots=True)
 class BatchDecision:

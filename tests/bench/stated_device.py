@@ -34,7 +34,6 @@ from engine.compute.sampling.processors import Filters
 from engine.compute.verification.draft_rows import DraftRows
 from engine.compute.verification.verified import Draws, commit_rows
 from engine.plan.step_records import (
-    DraftInputs,
     Int64,
     SampledRows,
     SamplingInputs,
@@ -127,7 +126,8 @@ class StatedRunner:
         step = self._begun(self._times.of(inputs), 1, lambda: self._runner.launch(inputs))
         begins_at = self._begins_at
         if inputs.drafts is not None and inputs.drafts.unread is not None:  # it comes behind them
-            inputs, begins_at = _read(inputs, inputs.drafts), self._free_at
+            inputs = inputs.with_read_drafts(_tokens(inputs.drafts.unread).read())  # which are stated
+            begins_at = self._free_at
         if self._successors is not None:
             self._drawn = self._followers(inputs, self._successors)
         return StatedStep(step, inputs, begins_at, self._ends_at, self._drawn)
@@ -231,14 +231,6 @@ class StatedChain:
 def _put(unread: UnreadRows, places: Int64, token_ids: Int64) -> None:
     """Have these be the tokens that another runner computes."""
     _tokens(unread).tokens.numpy()[places] = token_ids
-
-
-def _read(inputs: StepInputs, drafts: DraftInputs) -> StepInputs:
-    """The step with its drafts known, which are stated beforehand."""
-    assert drafts.unread is not None, "they are known already"
-    known, token_ids = drafts.known(_tokens(drafts.unread).read()), inputs.token_ids.copy()
-    token_ids[inputs.logits_rows[drafts.rows]] = known.token_ids
-    return replace(inputs, token_ids=token_ids, drafts=known)
 
 
 def _tokens(unread: UnreadRows | UnreadDrafts) -> DeviceTokens:

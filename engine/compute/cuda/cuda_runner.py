@@ -196,9 +196,7 @@ class CudaRunner:
         if len(tokens) <= len(self._unread):
             tokens.copy_to(self._unread)
             return inputs
-        drafts, token_ids = drafts.known(tokens.read()), inputs.token_ids.copy()
-        token_ids[inputs.logits_rows[drafts.rows]] = drafts.token_ids
-        return replace(inputs, token_ids=token_ids, drafts=drafts)
+        return inputs.with_read_drafts(tokens.read())
 
     def _pass(self, inputs: StepInputs) -> DevicePass:
         """The pass, recorded or not, over tokens that the last launch drew, or another runner drafted."""

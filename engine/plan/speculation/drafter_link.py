@@ -8,7 +8,7 @@ from operator import mul
 
 from engine.plan.request import Request
 from engine.plan.speculation.acceptance import MethodPrior
-from engine.plan.speculation.draft_tape import DraftedSequence, DraftView, UnreadToken
+from engine.plan.speculation.draft_tape import DraftedSequence, DraftTape, DraftView, UnreadToken
 from engine.plan.speculation.drafter import Draft, DraftAnswers, Drafter, DraftJob, UnreadChains
 from engine.plan.speculation.length_policy import LengthPolicy
 from engine.plan.speculation.pass_costs import PassCosts
@@ -240,17 +240,18 @@ class DrafterLink:
 
     def withdraw(self, jobs: Iterable[DraftJob]) -> None:
         """Take back what was expected, before the answers are taken."""
-        for job in jobs:
-            found = self._clients.get(job.request.request_id)
-            if found is not None:
-                found[0].tape.withdraw()
+        for tape in self._tapes(jobs):
+            tape.withdraw()
 
     def give_up(self, jobs: Iterable[DraftJob]) -> None:
         """What was expected for these may come at any time, and is stale then."""
-        for job in jobs:
-            found = self._clients.get(job.request.request_id)
-            if found is not None:
-                found[0].tape.drop_drafts()
+        for tape in self._tapes(jobs):
+            tape.drop_drafts()
+
+    def _tapes(self, jobs: Iterable[DraftJob]) -> list[DraftTape]:
+        """Of those that still run."""
+        found = (self._clients.get(job.request.request_id) for job in jobs)
+        return [client[0].tape for client in found if client is not None]
 
     def take(self, answers: DraftAnswers) -> None:
         """Count a micro-step and put its fitting answers on the tapes."""

@@ -167,6 +167,9 @@ def test_drafts_that_are_still_to_be_read_exactly() -> None:
     assert drafts.unread.tokens is tokens and drafts.unread.places.tolist() == [-1, 7, 3, 5]
     known = drafts.known(np.arange(100, 108))
     assert known.token_ids.tolist() == [13, 107, 103, 105] and known.unread is None
+    read = inputs.with_read_drafts(np.arange(100, 108))
+    assert read.token_ids.tolist() == [12, 13, 107, 21, 103, 105]
+    assert read.drafts is not None and read.drafts.token_ids.tolist() == known.token_ids.tolist()
     failed = drafts.known(np.array([0, 0, 0, NO_TOKEN, 0, 6, 0, 7]))
     assert failed.token_ids.tolist() == [13, 7, NO_DRAFT, 6], "no token, and not what a row without one has"
 
