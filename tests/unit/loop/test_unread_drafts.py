@@ -173,6 +173,19 @@ async def test_who_ends_meanwhile_is_passed_over() -> None:
         assert stage.decoder.stats.num_accepted == LONGEST
 
 
+def test_drafts_of_an_older_epoch_are_not_expected() -> None:
+    stage = stage_of(TellingFake(), None)
+    stage.open()
+    (link,) = stage.decoder.links
+    jobs = link.jobs(ahead=False)
+    tape = link._clients["a"][0].tape
+    link.expect(jobs, UnreadChains(TOKENS, {"a": (0, 1), "nobody": (2,)}))
+    assert len(tape) == 2
+    tape.drop_drafts()
+    link.expect(jobs, UnreadChains(TOKENS, {"a": (0, 1)}))
+    assert len(tape) == 0
+
+
 async def test_a_failed_pass_leaves_the_drafts_for_the_next_step() -> None:
     drafter = TellingFake()
     async with draft_thread() as executor:
