@@ -11,10 +11,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from engine.loop.draft_task import DrafterEntry, DraftTask, ExpectedDrafts
 from engine.plan.metrics.batch_metrics import BatchMetrics
 from engine.plan.speculation.drafter import (
     Drafter,
@@ -24,7 +24,7 @@ from engine.plan.speculation.drafter import (
     UnreadChains,
     read_answers,
 )
-from engine.plan.speculation.drafter_link import CircuitBreaker, DrafterLink
+from engine.plan.speculation.drafter_link import CircuitBreaker
 from engine.plan.speculation.drafting_state import DrafterState, DraftingState
 from engine.plan.speculation.schedule_choice import ScheduleChooser
 from engine.plan.speculation.speculative_decoder import DraftSource, SpeculativeDecoder
@@ -33,56 +33,6 @@ log = logging.getLogger("slipstream.speculation")
 
 _PATIENCE_S = 0.5  # that a step waits for a micro-step, or as long as a step of the target takes
 _HANGING_S = 30.0  # after which a micro-step that is still out is reported
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """A drafter, and whether it is fit to be asked. It is not quick after a step waited for it in vain.
-
-    Its last micro-step took `seconds`.
-    """
-
-    link: DrafterLink
-    breaker: CircuitBreaker
-    is_quick: bool = True
-    seconds: float = 0.0
-
-
-@dataclass(slots=True)
-class _DraftTask:
-    """A micro-step that is out since `started`; its result is an exception if it failed.
-
-    It may have `told` of drafts that are on their way.
-    """
-
-    entry: _Entry
-    jobs: list[DraftJob]
-    future: asyncio.Future[DraftResult | Exception]
-    started: float
-    told: asyncio.Future[UnreadChains] | None = None
-    is_hanging: bool = False
-
-
-@dataclass(slots=True)
-class _Expected:
-    """A micro-step whose drafts a step verifies before they are read.
-
-    The step began to wait for them at `begun`, was told of them at `told`, and was launched at `launched`.
-    """
-
-    task: _DraftTask
-    begun: float
-    told: float
-    launched: float | None = None
-
-    def waited_s(self, now: float, pass_s: float) -> float:
-        """How much later the step began for them, which is over now and took `pass_s` of the device.
-
-        It was decided meanwhile, which is none of it.
-        """
-        if self.launched is None:
-            return 0.0
-        return max(0.0, now - pass_s - self.begun - (self.launched - self.told))
 
 
 class RunAhead:
@@ -113,13 +63,13 @@ class RunAhead:
         self._metrics = metrics
         self._clock = clock
         config = decoder.config
-        entries = self._entries = [_Entry(link, CircuitBreaker(clock)) for link in decoder.links]
+        entries = self._entries = [DrafterEntry(link, CircuitBreaker(clock)) for link in decoder.links]
         never_inline = config.schedule == "async"
         self._remote = [entry for entry in entries if never_inline or not entry.link.drafter.is_cheap]
         self._inline = [entry for entry in entries if entry not in self._remote]
         self._ahead = [entry for entry in self._remote if entry.link.goes_on]
         self._readers = [entry for entry in self._remote if entry.link.drafter.reads_features]
-        self._awaited: list[_Entry] = []
+        self._awaited: list[DrafterEntry] = []
         self._is_before_step = False  # and may be waiting for drafts
         self._arm: str = config.schedule
         self._chooser: ScheduleChooser | None = None
@@ -133,8 +83,8 @@ class RunAhead:
         elif config.schedule == "async" and has_lanes:
             self._arm = "lanes"
         self._num_probabilities = None if config.verification == "match" else config.vocab_size
-        self._task: _DraftTask | None = None
-        self._expected: _Expected | None = None
+        self._task: DraftTask | None = None
+        self._expected: ExpectedDrafts | None = None
         self._step_ends: float | None = None  # when it should, while one runs
         self._patience_s = _PATIENCE_S
         self._has_read = False  # drafters that are behind have had their turn before this step
@@ -195,11 +145,11 @@ class RunAhead:
             task.entry.link.note_waited(len(task.jobs), waited_s)
         return True
 
-    def _expect(self, task: _DraftTask, begin: float) -> None:
+    def _expect(self, task: DraftTask, begin: float) -> None:
         """Have the step verify drafts that are on their way; it began to wait for them at `begin`."""
         assert task.told is not None
         task.entry.link.expect(task.jobs, task.told.result())
-        self._expected = _Expected(task, begin, self._clock())
+        self._expected = ExpectedDrafts(task, begin, self._clock())
 
     async def settle(self, pass_s: float | None) -> None:
         """Have the drafts known that a step verified before they were read, if it did: it is to be committed.
@@ -254,7 +204,7 @@ class RunAhead:
             self._close_inline(entry)
         self._close_remote()
 
-    def _is_fit(self, entry: _Entry) -> bool:
+    def _is_fit(self, entry: DrafterEntry) -> bool:
         """Whether it can be asked: it has not just failed, and no other hangs and keeps the thread."""
         return not (entry.breaker.is_open or (self._task is not None and self._task.is_hanging))
 
@@ -276,13 +226,13 @@ class RunAhead:
             why_off = drafters[0].why_off
         return DraftingState(decoder.rules, decoder.config.schedule, drafters, why_off)
 
-    def _state_of(self, entry: _Entry, source: DraftSource) -> DrafterState:
+    def _state_of(self, entry: DrafterEntry, source: DraftSource) -> DrafterState:
         schedule = self._schedule_of(entry)
         why_off = self._decoder.why_off or self._why_off(entry, schedule)
         schedule = schedule if why_off is None else "off"
         return DrafterState(source.drafter.method, source.max_tokens, schedule, why_off)
 
-    def _schedule_of(self, entry: _Entry) -> str:
+    def _schedule_of(self, entry: DrafterEntry) -> str:
         """What holds for it, trials aside."""
         if entry in self._inline:
             return "inline"
@@ -290,7 +240,7 @@ class RunAhead:
         arm = "async" if arm == "lanes" else arm
         return "sync" if arm == "async" and entry not in self._ahead else arm
 
-    def _why_off(self, entry: _Entry, schedule: str) -> str | None:
+    def _why_off(self, entry: DrafterEntry, schedule: str) -> str | None:
         if entry.breaker.is_open:
             return "It has failed several times in a row and is left alone for a while."
         if entry in self._remote and self._task is not None and self._task.is_hanging:
@@ -330,7 +280,7 @@ class RunAhead:
             return error
         return result
 
-    def _close_inline(self, entry: _Entry) -> None:
+    def _close_inline(self, entry: DrafterEntry) -> None:
         closed = entry.link.take_closed()
         if closed:
             self._take(entry, [], self._micro_step(entry.link.drafter, closed, []))
@@ -348,7 +298,7 @@ class RunAhead:
         if self._runs_ahead and not (self._is_before_step and self._awaited):
             self._start(self._ahead, ahead=True)
 
-    def _start(self, entries: Iterable[_Entry], *, ahead: bool) -> _DraftTask | None:
+    def _start(self, entries: Iterable[DrafterEntry], *, ahead: bool) -> DraftTask | None:
         """Submit a micro-step of one of these; None if one is out already, or they have nothing to do."""
         if self._task is not None:
             return None
@@ -362,8 +312,8 @@ class RunAhead:
         return None
 
     def _submit(
-        self, entry: _Entry, jobs: list[DraftJob], closed: Sequence[str], *, ahead: bool = False
-    ) -> _DraftTask | None:
+        self, entry: DrafterEntry, jobs: list[DraftJob], closed: Sequence[str], *, ahead: bool = False
+    ) -> DraftTask | None:
         if self._is_stopped:
             return None
         loop, started, drafter = asyncio.get_running_loop(), self._clock(), entry.link.drafter
@@ -381,11 +331,11 @@ class RunAhead:
         except RuntimeError as error:  # no thread can be started
             self._fail(entry, jobs, error)
             return None
-        task = self._task = _DraftTask(entry, jobs, future, started, told)
+        task = self._task = DraftTask(entry, jobs, future, started, told)
         future.add_done_callback(lambda _: self._complete(task))
         return task
 
-    def _complete(self, task: _DraftTask) -> None:
+    def _complete(self, task: DraftTask) -> None:
         self._task = None
         if task.told is not None:
             task.entry.link.withdraw(task.jobs)  # the answers come in their places
@@ -414,7 +364,7 @@ class RunAhead:
         misses = (rounds["miss"] + rounds["lane"]) / max(1, rounds.total())
         return self._step_ends - self._clock() < seconds * misses
 
-    def _note_hanging(self, task: _DraftTask) -> None:
+    def _note_hanging(self, task: DraftTask) -> None:
         seconds = self._clock() - task.started
         if seconds >= _HANGING_S and not task.is_hanging:
             task.is_hanging = True
@@ -424,7 +374,9 @@ class RunAhead:
 
     # Answers.
 
-    def _take(self, entry: _Entry, jobs: Sequence[DraftJob], result: DraftResult | BaseException) -> None:
+    def _take(
+        self, entry: DrafterEntry, jobs: Sequence[DraftJob], result: DraftResult | BaseException
+    ) -> None:
         """Put the answers of a micro-step on the tapes; whatever they are, nothing is raised."""
         if isinstance(result, BaseException):
             self._fail(entry, jobs, result)
@@ -443,7 +395,7 @@ class RunAhead:
         else:
             self._fail(entry, answers.unfit, ValueError(answers.fault))
 
-    def _fail(self, entry: _Entry, jobs: Sequence[DraftJob], error: BaseException) -> None:
+    def _fail(self, entry: DrafterEntry, jobs: Sequence[DraftJob], error: BaseException) -> None:
         """A drafter failed, which costs no request anything but speed."""
         self._metrics.count_error("drafter")
         entry.link.lose(jobs)
