@@ -205,9 +205,6 @@ def _draft_inputs(drafted: Sequence[Sequence[DraftedToken]], sequences: Int64) -
     if any(_branches(drafted[s]) for s in verified):
         parents = np.array([p for s in verified for p in _parents(drafted[s])], np.int32)
     needs_probs = any(draft.probs is not None for draft in drafts)
-    unread = [draft.unread for draft in drafts]
-    tokens = next((each.tokens for each in unread if each is not None), None)
-    places = np.array([-1 if each is None else each.place for each in unread], np.int64)
     return DraftInputs(
         sequence=np.array(verified, np.int32),
         first_row=np.searchsorted(sequences, verified).astype(np.int64),
@@ -215,8 +212,17 @@ def _draft_inputs(drafted: Sequence[Sequence[DraftedToken]], sequences: Int64) -
         token_ids=np.array([draft.token_id for draft in drafts], np.int64),
         parents=parents,
         probs=tuple(draft.probs for draft in drafts) if needs_probs else (),
-        unread=None if tokens is None else UnreadDrafts(tokens, places),
+        unread=_unread_drafts(drafts),
     )
+
+
+def _unread_drafts(drafts: Sequence[DraftedToken]) -> UnreadDrafts | None:
+    """Where those of a step lie that are still to be read; None if none is."""
+    tokens = next((draft.unread.tokens for draft in drafts if draft.unread is not None), None)
+    if tokens is None:
+        return None
+    places = [-1 if draft.unread is None else draft.unread.place for draft in drafts]
+    return UnreadDrafts(tokens, np.array(places, np.int64))
 
 
 def _branches(drafts: Sequence[DraftedToken]) -> bool:
