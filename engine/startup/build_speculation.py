@@ -8,6 +8,7 @@ import torch
 
 from config import Settings, SpeculationSettings
 from config.speculative_config import DraftTuning
+from engine.compute.cuda.round_choice import fastest_steps
 from engine.compute.drafters.draft_loader import TargetRoom, is_on_host, load_draft_model
 from engine.compute.drafters.eagle import LEAST_CHANCE, EagleDrafter
 from engine.compute.drafters.eagle_loader import (
@@ -16,6 +17,7 @@ from engine.compute.drafters.eagle_loader import (
     load_eagle_drafter,
     shipped_heads,
 )
+from engine.compute.drafters.layer_chains import LayerChains
 from engine.compute.drafters.medusa import load_medusa
 from engine.compute.drafters.model_free import ModelFreeDrafter
 from engine.compute.drafters.mtp_layouts import MtpLayout, find_mtp
@@ -128,7 +130,10 @@ def model_free_sources(speculation: SpeculationSettings) -> list[DraftSource]:
 
 
 def use_kernels(sources: tuple[DraftSource, ...], target: LoadedModel) -> None:
-    """Have a drafter of one layer compute with what the target computes with, as far as it can."""
+    """Have a drafter of one layer compute with what the target computes with, as far as it can.
+
+    On a GPU its chains are recorded.
+    """
     kernels = target.kernels
     for drafter in (source.drafter for source in sources):
         if not isinstance(drafter, EagleDrafter):
@@ -136,7 +141,10 @@ def use_kernels(sources: tuple[DraftSource, ...], target: LoadedModel) -> None:
         if isinstance(drafter.weights, MtpModule):
             drafter.weights.follow(target)
         elif isinstance(kernels, NativeKernels) and NativeEagle.fits(drafter.weights, kernels):
-            drafter.compute_with(NativeEagle(drafter.weights, kernels, drafter.kv, LEAST_CHANCE))
+            drafter.compute = NativeEagle(drafter.weights, kernels, drafter.kv, LEAST_CHANCE)
+        if isinstance(chains := drafter.compute, LayerChains):
+            width = len(drafter.feature_layers) * int(target.config.hidden_size)
+            chains.steps = fastest_steps(chains.steps, drafter.kv, width)
 
 
 def find_heads(speculation: SpeculationSettings, target: LoadedModel) -> Path | None:

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from config import ModelSettings, Settings
 from engine.compute.cuda.coded_choice import kept_kinds
+from engine.compute.cuda.graphs.recorded_rounds import recorded_bytes
 from engine.compute.cuda.graphs.step_graphs import graph_bytes
 from engine.compute.cuda.weight_rounding import foresee_rounding
 from engine.compute.drafters.draft_loader import (
@@ -186,17 +187,23 @@ def foresee_reader(settings: Settings, target: LoadedModel, directory: Path | No
         reads = ForDrafts(keeps_features=True)
         return DrafterMemory(medusa_bytes(speculation.medusa_heads, target), lambda _: 0, reads)
     if method in ("auto", "heads") and (heads := find_heads(speculation, target)) is not None:
-        return _of_slabs(eagle_bytes(heads, target), foresee_eagle_kv(heads, target), NUM_FEATURES)
+        return _of_slabs(target, eagle_bytes(heads, target), foresee_eagle_kv(heads, target), NUM_FEATURES)
     layout = find_module(speculation, target, directory) if method in ("auto", "mtp") else None
     if layout is None or directory is None:
         return None
-    return _of_slabs(mtp_bytes(directory, target, layout), foresee_mtp_kv(target), 1)
+    return _of_slabs(target, mtp_bytes(directory, target, layout), foresee_mtp_kv(target), 1)
 
 
-def _of_slabs(weights: int, slabs: Slabs, num_layers: int) -> DrafterMemory:
+def _of_slabs(target: LoadedModel, weights: int, slabs: Slabs, num_layers: int) -> DrafterMemory:
     """That of a layer with these slabs which reads so many of the target's, whichever they are."""
     reads = ForDrafts("match", True, tuple(range(num_layers)), slabs.window)
-    return DrafterMemory(weights, lambda room: slabs.num_bytes(eagle_room(room)), reads)
+
+    def kept(room: TargetRoom) -> int:
+        of_drafter, width = eagle_room(room), num_layers * int(target.config.hidden_size)
+        recorded = recorded_bytes(target, width, slabs.count(of_drafter))
+        return slabs.num_bytes(of_drafter) + recorded
+
+    return DrafterMemory(weights, kept, reads)
 
 
 def _embedding_bytes(settings: ModelSettings, *, may_fetch: bool) -> int:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from engine.compute.cuda.graphs.recorded_rounds import RecordedSteps
+from engine.compute.cuda.round_choice import fastest_steps
 from engine.compute.drafters import eagle, eagle_loader
 from engine.compute.drafters.eagle import EagleDrafter
+from engine.compute.drafters.eagle_layer import CONFIG_FILE
 from engine.compute.drafters.eagle_loader import EagleRoom, load_eagle_drafter
+from engine.compute.drafters.eagle_round import EagleRound
+from engine.compute.drafters.layer_chains import LayerChains
 from engine.compute.loading.loader import LoadedModel
+from engine.compute.native.closeness import is_close
 from engine.plan.request import SamplingParams
 from engine.plan.speculation.drafter import Draft, DraftJob, DraftRequest, TargetFeatures
 from tests.bench.gpu.made_models import make_model
@@ -56,8 +65,26 @@ def drafts_of(drafter: EagleDrafter, features: torch.Tensor) -> list[Draft]:
     return [begun, beyond]
 
 
-def test_it_drafts_beside_a_pass(target: LoadedModel, directory: Path) -> None:
+def chains_of(drafter: EagleDrafter) -> LayerChains:
+    chains = drafter.compute
+    assert isinstance(chains, LayerChains)
+    return chains
+
+
+def recorded(drafter: EagleDrafter) -> EagleDrafter:
+    """With rounds that are replayed."""
+    chains = chains_of(drafter)
+    chains.steps = fastest_steps(chains.steps, drafter.kv, 3 * SHAPE.hidden)
+    assert isinstance(chains.steps, RecordedSteps) and chains.steps.sizes
+    return drafter
+
+
+@pytest.mark.parametrize("way", [lambda drafter: drafter, recorded])
+def test_it_drafts_beside_a_pass(
+    way: Callable[[EagleDrafter], EagleDrafter], target: LoadedModel, directory: Path
+) -> None:
     idle, beside = (load_eagle_drafter(directory, target, ROOM) for _ in range(2))
+    beside = way(beside)
     features = torch.randn((LENGTH - 1, 3 * SHAPE.hidden), device=CUDA)
     expected = drafts_of(idle, features)
     assert [len(draft.token_ids) for draft in expected] == [2, 2]
@@ -67,6 +94,45 @@ def test_it_drafts_beside_a_pass(target: LoadedModel, directory: Path) -> None:
     torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]  # stands for the target's pass
     verified = torch.cuda.Event()  # type: ignore[no-untyped-call]
     verified.record()
-    assert drafts_of(beside, features) == expected
+    assert [draft.token_ids for draft in drafts_of(beside, features)] == [
+        draft.token_ids for draft in expected
+    ]
     assert not verified.query(), "it did not wait"  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_recorded_rounds_are_those_of_operations(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Of a layer that sees 512 positions: a slab has 1,040 slots."""
+    target = make_model(SHAPE.config(), dtype, CUDA, 2048, 0)
+    files = TinyEagle(target).save(tmp_path / "heads")
+    config = json.loads((files / CONFIG_FILE).read_text())
+    config["slipstream"]["window"] = 512
+    (files / CONFIG_FILE).write_text(json.dumps(config))
+    plain, replayed = (load_eagle_drafter(files, target, ROOM) for _ in range(2))
+    recorded(replayed)
+    rng = np.random.default_rng(3)
+    all_kept = [0] * 4
+    for turn, rows in enumerate([[200, 3, 40, 1], [1, 2, 3, 4], [7, 1, 1, 1], [48, 30, 1, 1], [1], [600]]):
+        count = len(rows)
+        kept = all_kept[:count]
+        work = EagleRound(
+            features=torch.randn((sum(rows), 3 * SHAPE.hidden), device=CUDA, dtype=dtype),
+            token_ids=rng.integers(3, SHAPE.vocab, sum(rows)).tolist(),
+            positions=[first + row for first, some in zip(kept, rows, strict=True) for row in range(some)],
+            num_rows=rows,
+            num_kept=kept,
+            slabs=list(range(count)),
+            num_drafts=[5, 4, 4, 1][:count],
+            num_wanted=[15] * count,
+        )
+        told = []
+        for steps in (chains_of(plain).steps, chains_of(replayed).steps):
+            logits = [steps.start(work).logits.to(dtype, copy=True)]
+            drafts = torch.arange(10, 10 + count, device=CUDA)
+            logits += [steps.go_on(drafts[:some]).logits.to(dtype, copy=True) for some in work.drawing[1:]]
+            told.append(logits)
+        for depth, (expected, found) in enumerate(zip(*told, strict=True)):
+            assert is_close(found, expected), (turn, depth)
+        all_kept[:count] = [first + some for first, some in zip(kept, rows, strict=True)]

@@ -13,6 +13,7 @@ from config import load_settings
 from engine.startup.build import load_parts
 from engine.startup.doctor import diagnose
 from tests.support.native import WITHOUT_KERNELS, compiled_home
+from tests.support.played_back import play_back_rounds
 from tests.support.repetitive_world import Family, World, make_families
 from tests.support.speculated import Run, differences, engine_of, run, single_threaded
 from tests.support.speculation_matrix import ALWAYS, SETTINGS, speak_drafted, speak_plainly
@@ -58,6 +59,18 @@ async def test_text_is_the_same_with_the_module(
     assert differences(expected, found) == []
     accepted, rejected = found.stats.num_accepted, found.stats.num_proposed - found.stats.num_accepted
     assert min(accepted, rejected) > 10, (accepted, rejected)  # of each in each of the three
+
+
+@pytest.mark.by_default("glm4_moe", "deepseek_v3")
+async def test_text_is_the_same_with_recorded_rounds(
+    target: Path, families: list[Family], expected: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU; the drafter reads a window of a prompt at a time, and what a step has accepted."""
+    recorder = play_back_rounds(monkeypatch)
+    flags = ["--speculative-method", "mtp", "--speculation-schedule", "sync", *ALWAYS]
+    found = await speak_drafted(target, flags, SETTINGS["crowd"], families, expected)
+    assert differences(expected, found) == []
+    assert found.stats.num_accepted > 10 and recorder.num_replayed > 5 * recorder.num_recorded > 0
 
 
 @pytest.mark.by_default("deepseek_v3", "mimo", "qwen3_next")

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from engine.compute.cuda import fused_model  # noqa: E402
 from engine.compute.cuda.coded_choice import multiply_codes  # noqa: E402
 from engine.compute.cuda.device_draw import DrawColumns, column_words, filtered_rows  # noqa: E402
 from engine.compute.cuda.fused_router import router_class_of  # noqa: E402
+from engine.compute.cuda.graphs.recorded_rounds import RecordedSteps  # noqa: E402
 from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
 from engine.compute.cuda.triton_draw import draw_plain_at_once  # noqa: E402
 from engine.compute.cuda.triton_filter import draw_filtered_at_once  # noqa: E402
@@ -37,7 +40,9 @@ from engine.compute.runner import packed_forward  # noqa: E402
 from engine.compute.runner.dummy_steps import plain_sampling  # noqa: E402
 from engine.compute.runner.scratch_pass import forward_of  # noqa: E402
 from engine.compute.runner.self_check import packed_sample  # noqa: E402
+from tests.support.eagle_rounds import eagle_case, mtp_case  # noqa: E402
 from tests.support.packed import as_loaded  # noqa: E402
+from tests.support.recorded import Playback  # noqa: E402
 from tests.support.recurrent_classes import loaded_from, model_of  # noqa: E402
 from tests.support.tiny_models import GEMMA4_EXPERTS, NEMOTRON_EXPERTS, tiny_model  # noqa: E402
 
@@ -89,6 +94,17 @@ def serve(load: Callable[[], LoadedModel], dtype: torch.dtype, kept: torch.dtype
     return fused.kernels_used
 
 
+def draft(backend: TritonAttention, kind: str) -> str:
+    """Rounds of a drafter of one layer, read and drawn."""
+    with TemporaryDirectory() as directory:
+        files = Path(directory) / "files"
+        case = eagle_case(files) if kind == "eagle" else mtp_case(kind, files)
+        steps = case.recorded(case.kv(), Playback(), backend)
+    if not isinstance(steps, RecordedSteps):
+        raise RuntimeError("they cannot be recorded")
+    return f"{len(steps.sizes)} sizes"
+
+
 def _refuse() -> LoadedModel:
     raise RuntimeError("the kernels do not compile")
 
@@ -132,6 +148,8 @@ def cases(backend: TritonAttention) -> Iterator[tuple[str, Callable[[], Any]]]:
             yield f"{family} in {dtype}", partial(serve, load, dtype)
         for name in _CLASSES:
             yield f"{name} in {dtype}", partial(serve, partial(_of_class, name), dtype)
+    for drafter in ("eagle", "mimo", "deepseek_v3"):
+        yield f"rounds of {drafter}", partial(draft, backend, drafter)
     for kept in _IN_BYTES:
         yield (
             f"llama over {kept}",

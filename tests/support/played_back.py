@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from engine.compute.cuda import round_choice
 from engine.compute.cuda.cuda_runner import CudaRunner
 from engine.compute.cuda.graphs.step_graphs import GraphLimits
 from engine.compute.drafters.draft_loader import draft_graphs
@@ -45,6 +46,14 @@ def on_device(loaded: LoadedModel, sizes: DraftSizes) -> OnDevice:
     runner = played_back(plain, sizes.max_num_seqs, draft_graphs(loaded, sizes))
     runner.graphs.record(Playback())
     return OnDevice(runner, None)
+
+
+def play_back_rounds(monkeypatch: pytest.MonkeyPatch) -> Playback:
+    """Have every drafter of one layer compute its rounds as on a GPU; what they are recorded by."""
+    recorder = Playback()
+    monkeypatch.setattr(round_choice, "choose_backend", lambda *_, **__: TabledReference())
+    monkeypatch.setattr(round_choice, "CudaRecorder", lambda _: recorder)
+    return recorder
 
 
 def play_back_targets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ class Playback:
 
     def __init__(self, *failures: Exception | None) -> None:
         self._failures = list(failures)
-        self.num_recorded = 0
+        self.num_recorded = self.num_replayed = 0
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         failure = self._failures.pop(0) if self._failures else None
@@ -124,7 +124,12 @@ class Playback:
         with WaitingRefused():  # type: ignore[no-untyped-call]
             work()
         self.num_recorded += 1
-        return work
+
+        def replay() -> None:
+            self.num_replayed += 1
+            work()
+
+        return replay
 
 
 def with_sampling(inputs: StepInputs, **columns: Any) -> StepInputs:

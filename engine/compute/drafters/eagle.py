@@ -99,15 +99,11 @@ class EagleDrafter:
         self.feature_layers = feature_layers
         self.kv = kv
         self.weights = weights
-        self._compute = compute
+        self.compute = compute  # over the same K/V another may be put here, before the first draft
         self._couples = couples
         self._plants_trees = plants_trees
         self._known: dict[str, _Known] = {}
         self._stream = own_stream(kv.keys.device)
-
-    def compute_with(self, compute: EagleCompute) -> None:
-        """Compute so from now on, over the same K/V; before the first draft."""
-        self._compute = compute
 
     @torch.inference_mode()
     def draft(self, jobs: Sequence[DraftJob]) -> DraftResult:
@@ -125,7 +121,7 @@ class EagleDrafter:
     def _drawn(self, turns: Sequence[_Turn]) -> dict[str, Draft]:
         """What each of the turns drafts, by request."""
         try:
-            found = self._compute.run(self._round(turns))
+            found = self.compute.run(self._round(turns))
         except Exception:
             self.close([turn.job.request.request_id for turn in turns])  # it is unknown what was written
             raise

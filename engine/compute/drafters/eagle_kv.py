@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import NamedTuple
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 import torch
 
+from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.attention.layer_kv import LayerKv
-
-
-class Span(NamedTuple):
-    """So many rows of one sequence: their keys and values belong into its slab from slot `first` on."""
-
-    slab: int
-    first: int
-    num_rows: int
-
-
-def last_rows(spans: Sequence[Span]) -> list[int]:
-    """Each span's last row, among the rows of all."""
-    return [stop - 1 for stop in accumulate(span.num_rows for span in spans)]
-
-
-def of_last_rows(rows: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
-    """`rows` [N, ...] of the spans' last rows; themselves where each span has one row."""
-    return rows if len(rows) == len(spans) else rows[last_rows(spans)]
 
 
 @dataclass(slots=True)
@@ -41,8 +22,9 @@ class Slab:
 class EagleKv:
     """`num_slabs` sequences; the least recently used one gives way. Used by one thread at a time.
 
-    `keys` and `values` are [slabs, kv_heads, slots, their dim]. A slab has room for two windows and a draft:
-    when it is full, the newest window moves to its beginning. Slots follow each other, positions need not.
+    `keys` and `values` are [slabs, kv_heads, slots, their dim]: of `tensors`, in which a slab is a block. It
+    has room for two windows and a draft: when it is full, the newest window moves to its beginning. Slots
+    follow each other, positions need not.
     """
 
     def __init__(
@@ -52,9 +34,10 @@ class EagleKv:
         self.window = window
         self.most_drafts = most_drafts
         self.num_slots = slots_for(window, most_drafts)
-        places = num_slabs, layer.num_kv_heads, self.num_slots
-        self.keys = like.new_zeros((*places, layer.key_dim))
-        self.values = like.new_zeros((*places, layer.value_dim))
+        kept = replace(layer, window=window)
+        self.tensors = KvTensors((kept,), num_slabs, self.num_slots, like.dtype, like.device)
+        self.keys = self.tensors.keys[0]
+        self.values = self.tensors.values[0][..., : layer.value_dim]  # which may be in the keys
         self._free = list(range(num_slabs))
         self._slabs: dict[str, Slab] = {}  # least recently used first
 
@@ -79,25 +62,9 @@ class EagleKv:
         if slab is not None:
             self._free.append(slab.index)
 
-    def take(
-        self, span: Span, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keep the rows' keys and values [count, kv_heads, dim], and give what these rows see.
-
-        That is keys and values [kv_heads, seen, dim] and where each row may look among them, [count, seen].
-        """
-        slab, first, stop = span.slab, span.first, span.first + span.num_rows
-        self.keys[slab, :, first:stop] = key.transpose(0, 1)
-        self.values[slab, :, first:stop] = value.transpose(0, 1)
-        begin = max(0, first + 1 - self.window)
-        slots = torch.arange(begin, stop, device=key.device)
-        own = torch.arange(first, stop, device=key.device)[:, None]
-        seen = (slots <= own) & (slots > own - self.window)
-        return self.keys[slab, :, begin:stop], self.values[slab, :, begin:stop], seen
-
     def _slide(self, slab: Slab, num_kept: int) -> None:
         first = slab.num_kept - num_kept
-        for pages in (self.keys, self.values):
+        for pages in self.tensors.tensors:
             own = pages[slab.index]
             own[:, :num_kept] = own[:, first : slab.num_kept].clone()
         slab.num_kept = num_kept

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from engine.compute.attention.kv_tensors import bytes_per_block
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.drafters.eagle import LEAST_CHANCE, EagleDrafter
 from engine.compute.drafters.eagle_kv import EagleKv, slots_for
@@ -14,7 +16,8 @@ from engine.compute.drafters.eagle_layer import is_for, load_eagle_layer, read_e
 from engine.compute.drafters.eagle_round import GUESSES
 from engine.compute.drafters.eagle_torch import TorchEagle
 from engine.compute.drafters.eagle_weights import EagleSizes, EagleWeights
-from engine.compute.drafters.layer_chains import DraftLayer, LayerChains
+from engine.compute.drafters.layer_chains import DraftLayer, EagerSteps, LayerChains
+from engine.compute.drafters.slab_rows import RowsApart
 from engine.compute.loading.loader import LoadedModel
 from engine.plan.speculation.speculation_config import Verification
 
@@ -50,9 +53,7 @@ class Slabs:
 
     @property
     def _bytes_of_one(self) -> int:
-        layer = self.layer
-        of_slot = layer.num_kv_heads * (layer.key_dim + layer.value_dim) * self.dtype.itemsize
-        return slots_for(self.window, MOST_DRAFTS) * of_slot
+        return bytes_per_block((self.layer,), slots_for(self.window, MOST_DRAFTS), self.dtype)
 
 
 def shipped_heads(target: LoadedModel) -> Path | None:
@@ -73,7 +74,7 @@ def load_eagle_drafter(
     sizes = weights.sizes
     kv = make_kv(sizes.kv, sizes.window, weights.head, room)
     return EagleDrafter(
-        chains_for(target, TorchEagle(weights, kv)),
+        chains_for(target, TorchEagle(weights), kv),
         kv,
         weights,
         layer.shape.feature_layers,
@@ -82,9 +83,10 @@ def load_eagle_drafter(
     )
 
 
-def chains_for(target: LoadedModel, layer: DraftLayer) -> LayerChains:
+def chains_for(target: LoadedModel, layer: DraftLayer, kv: EagleKv) -> LayerChains:
     """How drafts are drawn from `layer`: several guesses for each place, where the target verifies trees."""
-    return LayerChains(layer, LEAST_CHANCE, 1 if target.keeps_state else GUESSES)
+    num_guesses = 1 if target.keeps_state else GUESSES
+    return LayerChains(EagerSteps(layer, partial(RowsApart, kv), num_guesses), LEAST_CHANCE)
 
 
 def make_kv(layer: LayerKv, window: int, like: torch.Tensor, room: EagleRoom) -> EagleKv:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
 
+from engine.compute.drafters.slab_rows import Span
 from engine.plan.step_records import SamplingInputs
 
 GUESSES = 3  # for each position of a chain; eagle.h has it too
@@ -60,6 +62,21 @@ class EagleRound:
     def most_drafts(self) -> int:
         """Of any sequence."""
         return max(self.num_drafts, default=0)
+
+    @property
+    def spans(self) -> list[Span]:
+        """Where the rows that are read belong, [J]."""
+        return [Span(*each) for each in zip(self.slabs, self.num_kept, self.num_rows, strict=True)]
+
+    @property
+    def newest_spans(self) -> list[Span]:
+        """The newest row of each, alone."""
+        return [Span(slab, first + rows - 1, 1) for slab, first, rows in self.spans]
+
+    @property
+    def newest_rows(self) -> list[int]:
+        """Which of the rows these are, [J]."""
+        return [stop - 1 for stop in accumulate(self.num_rows)]
 
     @property
     def drawing(self) -> list[int]:

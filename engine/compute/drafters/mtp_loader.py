@@ -28,7 +28,7 @@ def load_mtp_drafter(
     module = load_mtp_module(directory, target, layout)
     kv = make_kv(module.layer, _window(target), module.weight, room)
     return EagleDrafter(
-        chains_for(target, MtpLayer(module, kv)),
+        chains_for(target, MtpLayer(module), kv),
         kv,
         module,
         (int(target.config.num_hidden_layers),),  # what leaves the last layer

@@ -79,13 +79,13 @@ def graph_shapes(max_num_seqs: int, max_draft_tokens: int, max_tokens: int = 0) 
     steps without prompts have: what more drafts would want has its price in each step, drafts or not, since
     logits are computed and drawn from for every row that a recording has.
     """
-    shapes = [GraphShape(size) for size in _up_to(_DECODES, max_num_seqs)]
+    shapes = [GraphShape(size) for size in sizes_up_to(_DECODES, max_num_seqs)]
     if max_draft_tokens:
         largest = max_num_seqs * (1 + max_draft_tokens)
-        shapes += [GraphShape(size, MAX_QUERY_LEN) for size in _up_to(_WITH_DRAFTS, largest)]
+        shapes += [GraphShape(size, MAX_QUERY_LEN) for size in sizes_up_to(_WITH_DRAFTS, largest)]
     if max_tokens:
         rows = max(max_num_seqs, min(max_num_seqs * (1 + max_draft_tokens), _WITH_DRAFTS[-1]))
-        sizes = _up_to(_WITH_PROMPTS, max_tokens)
+        sizes = sizes_up_to(_WITH_PROMPTS, max_tokens)
         shapes += [GraphShape(size, size, min(size, rows)) for size in sizes]
     return sorted(shapes, reverse=True)
 
@@ -106,7 +106,7 @@ def shape_for(inputs: StepInputs, recorded: Iterable[GraphShape], num_again: int
     return shape
 
 
-def _up_to(sizes: tuple[int, ...], most: int) -> list[int]:
-    """Those that steps of at most `most` tokens can need."""
+def sizes_up_to(sizes: tuple[int, ...], most: int) -> list[int]:
+    """Those of the ascending sizes that are needed for up to `most`."""
     enough = next((size for size in sizes if size >= most), sizes[-1])
     return [size for size in sizes if size <= enough]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from config.units import rough_size
-from engine.compute.attention import StepAttention
+from engine.compute.attention import AttentionBackend, StepAttention
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.cuda.device_ints import DeviceInts
 from engine.compute.cuda.graphs.device_pass import AnyForward, DevicePass, TokenMemory
@@ -42,7 +42,7 @@ from engine.plan.step_records import Int64, StepInputs
 
 log = logging.getLogger("slipstream.model")
 
-_BYTES_OF_A_GRAPH = 16 << 20  # of the driver's own, for some thousand kernels
+BYTES_OF_A_GRAPH = 16 << 20  # of the driver's own, for some thousand kernels
 
 
 class GraphLimits(NamedTuple):
@@ -63,7 +63,7 @@ class GraphLimits(NamedTuple):
 
 
 @runtime_checkable
-class TabledAttention(Protocol):
+class TabledAttention(AttentionBackend, Protocol):
     """An AttentionBackend whose steps read their tables when they are carried out, not when they are made."""
 
     def workforce(self, kv: KvTensors) -> Workforce:
@@ -226,4 +226,4 @@ def graph_bytes(loaded: LoadedModel, limits: GraphLimits) -> int:
     tables = num_places * limits.max_blocks * 4
     logits = 3 * num_places * loaded.vocab_size * loaded.dtype.itemsize  # the model's, ours, the draw's
     numbers = most_expanded_bytes(loaded.model, loaded.dtype)
-    return 2 * len(shapes) * _BYTES_OF_A_GRAPH + tables + logits + numbers
+    return 2 * len(shapes) * BYTES_OF_A_GRAPH + tables + logits + numbers

@@ -157,13 +157,13 @@ def test_no_more_rows_are_read_at_a_time_than_memory_is_meant_for(
     whole = load_eagle_drafter(directory, target, ROOM).draft(jobs).drafts
     drafter = load_eagle_drafter(directory, target, ROOM)
     monkeypatch.setattr(eagle, "MOST_ROWS", most)
-    run, seen = drafter._compute.run, []
+    run, seen = drafter.compute.run, []
 
     def watched(work: EagleRound) -> list[Chain]:
         seen.append(len(work.features))
         return run(work)
 
-    monkeypatch.setattr(drafter._compute, "run", watched)
+    monkeypatch.setattr(drafter.compute, "run", watched)
     assert drafter.draft(jobs).drafts == whole
     assert sorted(seen, reverse=True) == rounds and all(draft.token_ids for draft in whole)
     assert drafter.draft([]).drafts == () and len(seen) == len(rounds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +14,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from config import load_settings
+from engine.compute.attention import ReferenceAttention
 from engine.compute.drafters import eagle, eagle_loader
 from engine.compute.drafters.eagle import EagleDrafter
-from engine.compute.drafters.eagle_kv import Span
 from engine.compute.drafters.eagle_loader import EagleRoom, make_kv
 from engine.compute.drafters.mtp_layer import MtpLayer
 from engine.compute.drafters.mtp_layouts import find_mtp
 from engine.compute.drafters.mtp_loader import load_mtp_drafter
 from engine.compute.drafters.mtp_module import MtpModule, load_mtp_module
+from engine.compute.drafters.slab_rows import RowsApart, RowsTogether, SlabRows, Span
 from engine.compute.loading.loader import LoadedModel, load_model
 from engine.compute.native.decoder import DecoderOutput
 from engine.compute.runner.prompt_scorer import PromptScorer
@@ -71,10 +73,11 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(request.param, tmp_path_factory.mktemp(request.param) / "model")
 
 
+@pytest.mark.parametrize("way", [RowsApart, partial(RowsTogether, ReferenceAttention())])
 @torch.inference_mode()
-def test_logits_are_those_of_a_plain_pass(case: Case) -> None:
+def test_logits_are_those_of_a_plain_pass(way: Callable[..., SlabRows], case: Case) -> None:
     module, tiny = case.module(), case.tiny
-    layer = MtpLayer(module, make_kv(module.layer, 64, module.weight, ROOM))
+    layer, lay_out = MtpLayer(module), partial(way, make_kv(module.layer, 64, module.weight, ROOM))
     count = WINDOWLESS - 1
     expected = tiny.forward(tiny.read(case.features[:-1]), TOKENS[1:])
     stops = (7, 8, 20, count)
@@ -82,9 +85,9 @@ def test_logits_are_those_of_a_plain_pass(case: Case) -> None:
     found, first = [], 0
     for stop in stops:
         hidden = layer.read(case.features[first:stop])
-        span = Span(1, first, stop - first)
+        rows = lay_out([Span(1, first, stop - first)], range(first, stop))
         tokens = torch.tensor(TOKENS[first + 1 : stop + 1])
-        found.append(layer.compute(hidden, tokens, range(first, stop), [span]))
+        found.append(layer.compute(hidden, tokens, rows))
         first = stop
     torch.testing.assert_close(torch.cat(found), expected[last], rtol=1e-3, atol=1e-4)
     logits = layer.logits(torch.cat(found))
@@ -95,12 +98,12 @@ def test_logits_are_those_of_a_plain_pass(case: Case) -> None:
 def test_it_drafts_while_the_target_s_thread_scores_a_prompt(case: Case) -> None:
     """The target has no embedding then: its head is called with what its base model gave before."""
     module, scorer = case.module(), PromptScorer(case.target)
-    layer = MtpLayer(module, make_kv(module.layer, 64, module.weight, ROOM))
+    layer, kv = MtpLayer(module), make_kv(module.layer, 64, module.weight, ROOM)
     hidden, tokens = layer.read(case.features[:4]), torch.tensor(TOKENS[1:5])
     left: list[torch.Tensor] = []
 
     def draft(*_: object) -> None:
-        left.append(layer.compute(hidden, tokens, range(4), [Span(1, 0, 4)]))
+        left.append(layer.compute(hidden, tokens, RowsApart(kv, [Span(1, 0, 4)], range(4))))
 
     draft()
     rows = PromptRows(

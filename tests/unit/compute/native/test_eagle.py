@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,14 +13,14 @@ import torch
 from engine.compute.attention.layer_kv import LayerKv
 from engine.compute.drafters.eagle_kv import EagleKv
 from engine.compute.drafters.eagle_layer import load_eagle_layer
-from engine.compute.drafters.eagle_round import Chain, EagleNoise, EagleRound, Guess
+from engine.compute.drafters.eagle_round import GUESSES
 from engine.compute.drafters.eagle_torch import TorchEagle
 from engine.compute.drafters.eagle_weights import EagleWeights
-from engine.compute.drafters.layer_chains import LayerChains
+from engine.compute.drafters.layer_chains import EagerSteps, LayerChains
+from engine.compute.drafters.slab_rows import RowsApart
 from engine.compute.native.eagle import NativeEagle
 from engine.compute.native.kernels import NativeKernels
-from engine.compute.runner.dummy_steps import plain_sampling
-from engine.compute.sampling.noise import row_keys
+from tests.support.eagle_rounds import assert_alike, made_round
 from tests.support.native import FLOAT32_FORM, compiled_kernels
 from tests.support.packed import load_tiny
 from tests.support.speculated import single_threaded
@@ -55,38 +56,9 @@ def both(
     sizes = weights.sizes
     layer = LayerKv(sizes.kv_heads, sizes.head_dim, sizes.head_dim)
     kvs = [EagleKv(layer, sizes.window, 8, MOST, weights.head) for _ in range(2)]
-    plain = LayerChains(TorchEagle(weights, kvs[1]), least_chance)
+    steps = EagerSteps(TorchEagle(weights), partial(RowsApart, kvs[1]), GUESSES)
+    plain = LayerChains(steps, least_chance)
     return NativeEagle(weights, kernels, kvs[0], least_chance, in_bytes=in_bytes), plain
-
-
-def made_round(
-    rows: list[int], drafts: list[int], kept: list[int], *, temperature: float = 0.0, seed: int = 0
-) -> EagleRound:
-    """Sequences with so many new rows each; their features are as random as their tokens."""
-    rng = np.random.default_rng(seed)
-    draw = torch.Generator().manual_seed(seed)
-    count = len(rows)
-    positions = np.concatenate(
-        [np.arange(first, first + some) + 7 for first, some in zip(kept, rows, strict=True)]
-    )
-    sampling = plain_sampling(np.arange(count) + 50, temperature)
-    sampling.seed[:] = rng.integers(0, 2**60, count)
-    sampling.top_p[::2] = 0.9
-    sampling.min_p[::3] = 0.02
-    most = max(drafts)
-    places = (sampling.position[:, None] + np.arange(most)).reshape(-1)
-    keys = row_keys(np.repeat(sampling.seed, most), places).view(count, most, 2)
-    return EagleRound(
-        features=torch.randn((sum(rows), 3 * 64), generator=draw, dtype=DTYPE),
-        token_ids=rng.integers(3, 500, sum(rows)).tolist(),
-        positions=positions.tolist(),
-        num_rows=rows,
-        num_kept=kept,
-        slabs=rng.permutation(8)[:count].tolist(),
-        num_drafts=drafts,
-        num_wanted=drafts,
-        noise=EagleNoise(sampling, keys) if temperature else None,
-    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -121,27 +93,6 @@ def test_weights_of_8_bits_seldom_change_the_first_guess(
             errors.append(abs(own[0].chance - like[0].chance))
     assert num_same >= 0.9 * len(errors)
     assert 0 < np.mean(errors) < 0.03
-
-
-def assert_alike(found: list[Chain], expected: list[Chain], *, drawn: bool) -> None:
-    """But for rounding.
-
-    Where noise draws, the kernel lists only what could win, so fewer others stand beside a chain and it may
-    be longer.
-    """
-    if drawn:
-        expected = [chain[: len(own)] for chain, own in zip(expected, found, strict=True)]
-        found = [own[: len(chain)] for chain, own in zip(expected, found, strict=True)]
-    assert [len(chain) for chain in found] == [len(chain) for chain in expected]
-    for own, other in zip(chain_of(found), chain_of(expected), strict=True):
-        for guess, like in zip(own, other, strict=not drawn):
-            assert guess.token_id == like.token_id
-            assert guess.chance == pytest.approx(like.chance, rel=1e-3, abs=1e-6)
-
-
-def chain_of(chains: list[Chain]) -> list[list[Guess]]:
-    """The guesses of all chains, position by position."""
-    return [guesses for chain in chains for guesses in chain]
 
 
 def test_a_chain_that_is_unlikely_ends(weights: EagleWeights, kernels: NativeKernels) -> None:

@@ -1,0 +1,198 @@
+"""SlabRows: the rows that a layer reads of several sequences in one go, and how they attend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from engine.compute.attention import AttentionBackend, LayerCall, StepAttention
+from engine.compute.attention.kv_tensors import on_device
+from engine.compute.drafters.eagle_kv import EagleKv
+from engine.compute.runner.dummy_steps import plain_sampling
+from engine.plan.step_records import StepInputs
+
+_NO_ROWS = np.zeros(0, np.int64)
+_NO_SAMPLING = plain_sampling(_NO_ROWS)
+
+
+class Span(NamedTuple):
+    """So many rows of one sequence: their keys and values belong into its slab from slot `first` on."""
+
+    slab: int
+    first: int
+    num_rows: int
+
+
+class SlabRows(Protocol):
+    """N rows of several sequences, one sequence behind the other."""
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Where each is in its text, int64 [N]."""
+        ...
+
+    def newest(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of [N, ...] each sequence's last; themselves where each has one row."""
+        ...
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Keep the rows' keys and values and attend, each row within its own slab: [N, heads, value's dim].
+
+        `query` is [N, heads, dim], `key` and `value` are [N, kv_heads, their dim].
+        """
+        ...
+
+    def attend_newest(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """As `attend`, of each sequence's newest row alone: [sequences, heads, value's dim]."""
+        ...
+
+
+class SlabLayout(Protocol):
+    """Makes the SlabRows of spans."""
+
+    def __call__(self, spans: Sequence[Span], positions: Sequence[int]) -> SlabRows:
+        """Those of the spans' rows, which are at these positions [N]."""
+        ...
+
+
+class _Spans:
+    """What is known of rows by their spans."""
+
+    def __init__(self, spans: Sequence[Span], positions: Sequence[int], device: torch.device) -> None:
+        self.positions = on_device(positions, device)
+        self._stops = list(accumulate(span.num_rows for span in spans))
+
+    def newest(self, rows: torch.Tensor) -> torch.Tensor:
+        """See SlabRows."""
+        return rows if len(rows) == len(self._stops) else rows[self._last]
+
+    @cached_property
+    def _last(self) -> torch.Tensor:
+        return on_device([stop - 1 for stop in self._stops], self.positions.device)
+
+
+class RowsApart(_Spans):
+    """SlabRows on any device, of which each sequence attends by itself."""
+
+    def __init__(self, kv: EagleKv, spans: Sequence[Span], positions: Sequence[int]) -> None:
+        super().__init__(spans, positions, kv.keys.device)
+        self._kv = kv
+        self._spans = spans
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """See SlabRows."""
+        return self._attended(query, key, value, scale, [span.num_rows for span in self._spans])
+
+    def attend_newest(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """See SlabRows."""
+        return self._attended(query, key, value, scale, [1] * len(self._spans))
+
+    def _attended(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, asking: list[int]
+    ) -> torch.Tensor:
+        """Of so many rows of each sequence, the newest."""
+        attended, row = [], 0
+        for span, num_asking in zip(self._spans, asking, strict=True):
+            stop = row + span.num_rows
+            keys, values, seen = self._kept(span, key[row:stop], value[row:stop])
+            found = F.scaled_dot_product_attention(
+                query[stop - num_asking : stop].transpose(0, 1)[None],
+                keys[None],
+                values[None],
+                attn_mask=seen[-num_asking:],
+                scale=scale,
+                enable_gqa=True,
+            )
+            attended.append(found[0].transpose(0, 1))
+            row = stop
+        return torch.cat(attended)
+
+    def _kept(
+        self, span: Span, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keep keys and values of a span's rows, [count, kv_heads, dim], and give what these rows see.
+
+        That is keys and values [kv_heads, seen, dim] and where each row may look among them, [count, seen].
+        """
+        kv, slab = self._kv, span.slab
+        first, stop = span.first, span.first + span.num_rows
+        kv.keys[slab, :, first:stop] = key.transpose(0, 1)
+        kv.values[slab, :, first:stop] = value.transpose(0, 1)
+        begin = max(0, first + 1 - kv.window)
+        slots = torch.arange(begin, stop, device=key.device)
+        own = torch.arange(first, stop, device=key.device)[:, None]
+        seen = (slots <= own) & (slots > own - kv.window)
+        return kv.keys[slab, :, begin:stop], kv.values[slab, :, begin:stop], seen
+
+
+class RowsTogether(_Spans):
+    """SlabRows that attend all at once, by a backend to which a slab is a block."""
+
+    def __init__(
+        self, backend: AttentionBackend, kv: EagleKv, spans: Sequence[Span], positions: Sequence[int]
+    ) -> None:
+        super().__init__(spans, positions, kv.keys.device)
+        self._backend = backend
+        self._kv = kv
+        self._spans = spans
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """See SlabRows."""
+        self._all.write(0, key, value)
+        return self._all.attend(query, call_of(self._kv, scale))
+
+    def attend_newest(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """See SlabRows."""
+        self._all.write(0, key, value)
+        return self._of_newest.attend(self.newest(query), call_of(self._kv, scale))
+
+    @cached_property
+    def _all(self) -> StepAttention:
+        return self._planned(self._spans)
+
+    @cached_property
+    def _of_newest(self) -> StepAttention:
+        return self._planned([Span(slab, first + rows - 1, 1) for slab, first, rows in self._spans])
+
+    def _planned(self, spans: Sequence[Span]) -> StepAttention:
+        return self._backend.plan(slab_step(spans, self._kv.num_slots), self._kv.tensors)
+
+
+def slab_step(spans: Sequence[Span], num_slots: int) -> StepInputs:
+    """The spans as a step of sequences of which each has one block of so many slots; its tokens are any."""
+    slabs, first, lengths = np.array(spans, np.int64).T
+    stops = lengths.cumsum()
+    slots = np.arange(stops[-1]) + np.repeat(first - stops + lengths, lengths)
+    return StepInputs(
+        token_ids=slots,
+        positions=slots,
+        slot_mapping=np.repeat(slabs * num_slots, lengths) + slots,
+        query_lens=lengths.astype(np.int32),
+        kv_lens=(first + lengths).astype(np.int32),
+        block_tables=slabs[:, None].astype(np.int32),
+        logits_rows=_NO_ROWS,
+        sampling=_NO_SAMPLING,
+    )
+
+
+def call_of(kv: EagleKv, scale: float) -> LayerCall:
+    """How rows attend to what is kept in slabs."""
+    return LayerCall(0, scale, kv.window)
