@@ -155,7 +155,9 @@ class LayerChains:
             for j in (j for j in range(count) if goes_on[j]):
                 before = chains[j][-1][0].chance if depth else 1.0
                 own = zip(told[j][: len(guesses[0])], told[j][len(guesses[0]) :], strict=True)
-                chains[j].append([Guess(int(each), before * chance) for each, chance in own if chance > 0])
+                likely = [Guess(int(each), before * chance) for each, chance in own if chance > 0]
+                if likely:  # of what is not finite nothing is
+                    chains[j].append(likely)
         return chains
 
     @staticmethod
@@ -171,12 +173,13 @@ class LayerChains:
         if work.noise is None:
             return token_ids[best], chance
         sampling, keys = work.noise.sampling, work.noise.keys
+        is_sick = chance[:, :1].isnan()  # where logits are not finite, on which filters would fail for all
         sampled = np.flatnonzero(sampling.temperature[: len(logits)] > 0)
         for group in in_groups(len(sampled), logits.shape[1]):
             rows = sampled[group]
             filters = Filters.of_rows(sampling, rows, logits.shape[1], logits.device)
             at = torch.from_numpy(rows).to(logits.device)
-            support = process_logits(logits[at], filters)
+            support = process_logits(logits[at].masked_fill_(is_sick[at], 0.0), filters)
             own_keys = keys[rows, depth].to(logits.device)
             bits = noise_bits(own_keys, token_ids[support.token_ids])
             scores = support.scaled.double() + gumbel_of(bits)
@@ -189,4 +192,4 @@ class LayerChains:
             values = won.values
             values = values.masked_fill(values <= values[:, :1] - FAR_BEHIND, -torch.inf)
             chance[at, :width] = (1 - OTHERS) * values.softmax(dim=1).float()
-        return token_ids[best], chance
+        return token_ids[best], chance.masked_fill_(is_sick, 0.0)

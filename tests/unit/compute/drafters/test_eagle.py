@@ -140,6 +140,18 @@ def test_a_batch_drafts_what_each_does_alone(
         assert alone.draft([job]).drafts == (draft,)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_features_that_are_not_finite_leave_their_own_sequence_without_drafts(
+    temperature: float, directory: Path, target: LoadedModel, features: torch.Tensor
+) -> None:
+    alone, together = (load_eagle_drafter(directory, target, ROOM) for _ in range(2))
+    sound = Asking("a", features, temperature=temperature, seed=1).job(9)
+    sick = Asking("b", torch.full_like(features, torch.nan), temperature=temperature, seed=1).job(9)
+    found, other = together.draft([sound, sick]).drafts
+    assert other.token_ids == () and found.token_ids
+    assert alone.draft([sound]).drafts == (found,)
+
+
 @pytest.mark.parametrize(
     ("most", "rounds"), [(1, [16, 16, 8]), (23, [16, 16, 8]), (24, [24, 16]), (40, [40])]
 )

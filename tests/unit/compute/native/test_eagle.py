@@ -81,6 +81,18 @@ def test_drafts_are_those_of_tensor_operations(
         kept = [before + some for before, some in zip(kept, rows, strict=True)]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_features_that_are_not_finite_leave_their_own_sequence_without_drafts(
+    temperature: float, weights: EagleWeights, kernels: NativeKernels
+) -> None:
+    native, plain = both(weights, kernels)
+    work = made_round([2, 1, 3], [4, 4, 4], [0, 0, 0], temperature=temperature)
+    work.features[2] = torch.nan
+    found, expected = native.run(work), plain.run(work)
+    assert_alike(found, expected, drawn=bool(temperature))
+    assert [bool(chain) for chain in found] == [True, False, True]
+
+
 def test_weights_of_8_bits_seldom_change_the_first_guess(
     weights: EagleWeights, kernels: NativeKernels
 ) -> None:
