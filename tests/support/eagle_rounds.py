@@ -46,10 +46,10 @@ class Case:
         self.width = width
         self._like = like
 
-    def kv(self) -> EagleKv:
+    def kv(self, num_slabs: int = 8) -> EagleKv:
         """Slabs of their own."""
         like = self._like
-        return EagleKv(like.tensors.layers[0], WINDOW, 8, like.most_drafts, like.keys)
+        return EagleKv(like.tensors.layers[0], WINDOW, num_slabs, like.most_drafts, like.keys)
 
     def eager(self, kv: EagleKv) -> EagerSteps:
         """By operations of torch, each sequence by itself."""
@@ -72,7 +72,7 @@ def made_round(
     seed: int = 0,
     width: int = 3 * 64,
 ) -> EagleRound:
-    """Sequences with so many new rows each, in any of 8 slabs; features are as random as tokens."""
+    """Sequences with so many new rows each, in any of 8 slabs or more; features are as random as tokens."""
     rng = np.random.default_rng(seed)
     draw = torch.Generator().manual_seed(seed)
     count = len(rows)
@@ -92,7 +92,7 @@ def made_round(
         positions=positions.tolist(),
         num_rows=rows,
         num_kept=kept,
-        slabs=rng.permutation(8)[:count].tolist(),
+        slabs=rng.permutation(max(8, count))[:count].tolist(),
         num_drafts=drafts,
         num_wanted=drafts,
         noise=EagleNoise(sampling, keys) if temperature else None,

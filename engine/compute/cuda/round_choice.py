@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from time import perf_counter
 
 import torch
 
@@ -53,10 +54,13 @@ def find_steps(
             raise RuntimeError("rows that attend together are computed otherwise")
         found = together
         recorded = RecordedSteps(together, kv)
+        began = perf_counter()
         recorded.record(backend, recorder, work.features[:1])
         if not _are_close(_computed(recorded, work), expected):
             raise RuntimeError("replayed, they are computed otherwise")
         found = recorded
+        kinds, seconds = len(recorded.sizes), perf_counter() - began
+        log.info("recorded %d kinds of rounds of drafts as CUDA graphs in %.1f s", kinds, seconds)
     except Exception as error:  # whatever a compiler, a driver or a model's code may raise
         log.warning("Rounds of drafts are not CUDA graphs: %s", first_line(error))
     for tensor in kv.tensors.tensors:

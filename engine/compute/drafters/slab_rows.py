@@ -170,6 +170,8 @@ class RowsTogether(_Spans):
 
     @cached_property
     def _of_newest(self) -> StepAttention:
+        if self._stops[-1] == len(self._spans):
+            return self._all
         return self._planned([Span(slab, first + rows - 1, 1) for slab, first, rows in self._spans])
 
     def _planned(self, spans: Sequence[Span]) -> StepAttention:

@@ -29,6 +29,7 @@ from tests.bench.gpu.guided import run_guided
 from tests.bench.gpu.idle import run_idle
 from tests.bench.gpu.peer import run_peer
 from tests.bench.gpu.prefill import run_prefill
+from tests.bench.gpu.rounds import run_rounds
 from tests.bench.gpu.sizes import FULL, SMALL
 from tests.bench.gpu.states import run_states
 from tests.bench.gpu.steps import run_steps
@@ -59,6 +60,7 @@ PARTS: dict[str, Part] = {
     "codes": Part(run_codes, 180, is_of_all=False),
     "experts": Part(run_experts, 60, is_of_all=False),
     "states": Part(run_states, 120, is_of_all=False),
+    "rounds": Part(run_rounds, 60, is_of_all=False),
 }
 
 

@@ -31,7 +31,7 @@ from tests.bench.gpu.made_models import (
 )
 from tests.bench.gpu.sizes import FULL, SMALL, LlamaShape
 from tests.bench.report import Bar, Section
-from tests.support.played_back import on_device, play_back_targets
+from tests.support.played_back import on_device, play_back_rounds, play_back_targets
 from tests.support.structures import allowed
 
 CPU = torch.device("cpu")
@@ -147,17 +147,19 @@ def test_a_section_with_tiny_models(name: str, tmp_path: Path) -> None:
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Targets and draft models run as they do on a GPU."""
     play_back_targets(monkeypatch)
+    play_back_rounds(monkeypatch)
     monkeypatch.setattr("tests.bench.gpu.drafts.on_device", on_device)
 
 
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize(
-    ("name", "num_bars"), [("decode", 3), ("steps", 1), ("drafts", 3), ("guided", 2), ("states", 3)]
+    ("name", "num_bars"),
+    [("decode", 3), ("steps", 1), ("drafts", 3), ("guided", 2), ("states", 3), ("rounds", 1)],
 )
 def test_a_section_on_the_runner_of_a_gpu(
     name: str, num_bars: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "slipstream.model")
+    caplog.set_level("INFO", "slipstream")
     assert command.run_part(name, tmp_path / "found", small=True) == 0
     section = command.section_of(name, json.loads((tmp_path / "found").read_text()))
     assert all(one.median is not None for one in section.measurements)
@@ -165,7 +167,7 @@ def test_a_section_on_the_runner_of_a_gpu(
 
 
 def test_what_takes_long_is_measured_where_it_is_named() -> None:
-    assert not {"codes", "experts", "states"} & set(command.read_arguments([]).wanted)
+    assert not {"codes", "experts", "states", "rounds"} & set(command.read_arguments([]).wanted)
     assert command.read_arguments(["codes", "steps"]).wanted == ["steps", "codes"]
 
 
