@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from config import ModelSettings, Settings
 from engine.compute.cuda.coded_choice import kept_kinds
-from engine.compute.cuda.graphs.recorded_rounds import recorded_bytes
+from engine.compute.cuda.graphs.recorded_rounds import recorded_round_bytes
 from engine.compute.cuda.graphs.step_graphs import graph_bytes
 from engine.compute.cuda.weight_rounding import foresee_rounding
 from engine.compute.drafters.draft_loader import (
@@ -200,7 +200,7 @@ def _of_slabs(target: LoadedModel, weights: int, slabs: Slabs, num_layers: int) 
 
     def kept(room: TargetRoom) -> int:
         of_drafter, width = eagle_room(room), num_layers * int(target.config.hidden_size)
-        recorded = recorded_bytes(target, width, slabs.count(of_drafter))
+        recorded = recorded_round_bytes(target, width, slabs.count(of_drafter))
         return slabs.num_bytes(of_drafter) + recorded
 
     return DrafterMemory(weights, kept, reads)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from config import Settings, load_settings
+from engine.compute.cuda.graphs.recorded_rounds import recorded_round_bytes
 from engine.compute.cuda.graphs.step_graphs import GraphLimits, graph_bytes
 from engine.compute.drafters.draft_loader import TargetRoom, draft_model_settings, load_draft_model
 from engine.compute.drafters.draft_tree import DraftTree
@@ -199,6 +200,7 @@ def test_a_layer_keeps_what_its_slabs_take(slabs_bytes: float, num_slabs: int, l
     reads = ForDrafts("match", True, source.feature_layers, source.feature_window)
     assert reads.feature_window == WINDOW and len(reads.feature_layers) == 3
     rounds = round_bytes(settings_for(), target, reads, 4)
+    rounds += recorded_round_bytes(target, 3 * int(target.config.hidden_size), num_slabs)
     assert beside(*flags).kept_bytes(room) == num_slabs * of_one + held(reads, target) + rounds
 
 
@@ -235,8 +237,9 @@ def test_a_module_keeps_what_its_slabs_take(family: str, tmp_path: Path) -> None
     drafter = load_mtp_drafter(directory, target, layout, eagle_room(ROOMS[0]))
     slabs, reads = drafter.kv, ForDrafts("match", True, drafter.feature_layers, drafter.kv.window)
     told = beside("--speculative-method", "mtp", target=target, directory=directory)
-    in_slabs = slabs.keys.nbytes + slabs.values.nbytes
+    in_slabs = sum(tensor.nbytes for tensor in slabs.tensors.tensors)
     rounds = round_bytes(settings_for(), target, reads, 4)
+    rounds += recorded_round_bytes(target, int(target.config.hidden_size), slabs.tensors.num_blocks)
     assert told.kept_bytes(ROOMS[0]) == in_slabs + held(reads, target) + rounds > in_slabs + rounds > 0
 
 

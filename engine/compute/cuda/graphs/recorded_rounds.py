@@ -263,7 +263,7 @@ def round_sizes(most: int) -> list[RoundSize]:
     return [*(RoundSize(0, count) for count in drawing), *sizes]
 
 
-def recorded_bytes(loaded: LoadedModel, width: int, num_seqs: int) -> int:
+def recorded_round_bytes(loaded: LoadedModel, width: int, num_seqs: int) -> int:
     """About what recordings take of the device's memory beside a target with so many sequences.
 
     Features of it have so many numbers.

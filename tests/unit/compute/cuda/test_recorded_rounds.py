@@ -11,7 +11,7 @@ import torch
 
 from engine.compute.attention import CpuAttention, LayerCall, StepAttention
 from engine.compute.attention.kv_tensors import KvTensors
-from engine.compute.cuda.graphs.recorded_rounds import RecordedSteps, recorded_bytes, round_sizes
+from engine.compute.cuda.graphs.recorded_rounds import RecordedSteps, recorded_round_bytes, round_sizes
 from engine.compute.cuda.graphs.step_graphs import TabledAttention
 from engine.compute.cuda.round_choice import fastest_steps, find_steps
 from engine.compute.cuda.triton_tables import StepTables
@@ -188,4 +188,4 @@ def test_as_many_are_recorded_as_there_may_be() -> None:
     assert round_sizes(1000)[8:10] == [(0, 256), (8, 8)] and round_sizes(1000)[-1] == (512, 256)
     target = load_tiny("llama")
     logits = 4 * target.vocab_size * 16
-    assert recorded_bytes(target, 64, 3) == (3 + 6 << 24) + 256 * 64 * 4 + logits
+    assert recorded_round_bytes(target, 64, 3) == (3 + 6 << 24) + 256 * 64 * 4 + logits
