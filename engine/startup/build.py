@@ -98,7 +98,7 @@ def load_parts(settings: Settings, factories: PartFactories = PLAIN_FACTORIES) -
     loaded = with_checked_kernels(loaded, settings.model, settings.home, reload, block_size)
     loaded = with_fast_layers(loaded, settings.model, block_size, reload)
     check_kept_kv(loaded, block_size)
-    use_kernels(sources, loaded)
+    use_kernels(sources, loaded, settings.model, block_size)
     threads = str(choose_threads(loaded, worthwhile_threads()))
     log.debug("compute threads: %s", threads)
     files = FromFiles(directory, room.sizes, beside.embeddings)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
-from config import Settings, SpeculationSettings
+from config import ModelSettings, Settings, SpeculationSettings
 from config.speculative_config import DraftTuning
+from engine.compute.cuda.layer_choice import quick_layer
 from engine.compute.cuda.round_choice import fastest_steps
 from engine.compute.drafters.draft_loader import TargetRoom, is_on_host, load_draft_model
 from engine.compute.drafters.eagle import LEAST_CHANCE, EagleDrafter
@@ -20,6 +21,7 @@ from engine.compute.drafters.eagle_loader import (
 from engine.compute.drafters.layer_chains import LayerChains
 from engine.compute.drafters.medusa import load_medusa
 from engine.compute.drafters.model_free import ModelFreeDrafter
+from engine.compute.drafters.mtp_layer import MtpLayer
 from engine.compute.drafters.mtp_layouts import MtpLayout, find_mtp
 from engine.compute.drafters.mtp_loader import load_mtp_drafter
 from engine.compute.drafters.mtp_module import MtpModule
@@ -129,10 +131,12 @@ def model_free_sources(speculation: SpeculationSettings) -> list[DraftSource]:
     return sources
 
 
-def use_kernels(sources: tuple[DraftSource, ...], target: LoadedModel) -> None:
+def use_kernels(
+    sources: tuple[DraftSource, ...], target: LoadedModel, settings: ModelSettings, block_size: int
+) -> None:
     """Have a drafter of one layer compute with what the target computes with, as far as it can.
 
-    On a GPU its chains are recorded.
+    On a GPU its rounds are recorded.
     """
     kernels = target.kernels
     for drafter in (source.drafter for source in sources):
@@ -144,7 +148,10 @@ def use_kernels(sources: tuple[DraftSource, ...], target: LoadedModel) -> None:
             drafter.compute = NativeEagle(drafter.weights, kernels, drafter.kv, LEAST_CHANCE)
         if isinstance(chains := drafter.compute, LayerChains):
             width = len(drafter.feature_layers) * int(target.config.hidden_size)
-            chains.steps = fastest_steps(chains.steps, drafter.kv, width)
+            make_quick = quick_layer(drafter.weights, target, settings, block_size)
+            chains.steps = fastest_steps(chains.steps, drafter.kv, width, make_quick)
+            if isinstance(layer := chains.steps.layer, MtpLayer):
+                drafter.weights = layer.module  # and what was replaced in it is freed
 
 
 def find_heads(speculation: SpeculationSettings, target: LoadedModel) -> Path | None:

@@ -4,31 +4,42 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from config import ModelSettings
+from engine.compute.attention import AttentionBackend
 from engine.compute.cuda.graphs.recorded_rounds import RecordedSteps
+from engine.compute.cuda.layer_choice import quick_layer
 from engine.compute.cuda.round_choice import fastest_steps
 from engine.compute.drafters import eagle, eagle_loader
 from engine.compute.drafters.eagle import EagleDrafter
 from engine.compute.drafters.eagle_layer import CONFIG_FILE
 from engine.compute.drafters.eagle_loader import EagleRoom, load_eagle_drafter
 from engine.compute.drafters.eagle_round import EagleRound
+from engine.compute.drafters.eagle_weights import EagleWeights
 from engine.compute.drafters.layer_chains import LayerChains
+from engine.compute.drafters.mtp_layer import MtpLayer
 from engine.compute.loading.loader import LoadedModel
 from engine.compute.native.closeness import is_close
 from engine.plan.request import SamplingParams
 from engine.plan.speculation.drafter import Draft, DraftJob, DraftRequest, TargetFeatures
 from tests.bench.gpu.made_models import make_model
 from tests.bench.gpu.sizes import LlamaShape
+from tests.support.eagle_rounds import mtp_case
 from tests.support.tiny_eagle import TinyEagle
+from tests.support.tiny_mtp import FAMILIES
 
 pytestmark = pytest.mark.gpu
+pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from engine.compute.cuda.fused_eagle import FusedEagle  # noqa: E402
 
 CUDA = torch.device("cuda", 0)
 SHAPE = LlamaShape("tiny", 512, 1024, 4, 8, 2, 4096, tied=False)
@@ -71,12 +82,19 @@ def chains_of(drafter: EagleDrafter) -> LayerChains:
     return chains
 
 
-def recorded(drafter: EagleDrafter) -> EagleDrafter:
+def recorded(drafter: EagleDrafter, *, is_fused: bool = False) -> EagleDrafter:
     """With rounds that are replayed."""
     chains = chains_of(drafter)
-    chains.steps = fastest_steps(chains.steps, drafter.kv, 3 * SHAPE.hidden)
+    make = partial(_fused, drafter) if is_fused else None
+    chains.steps = fastest_steps(chains.steps, drafter.kv, 3 * SHAPE.hidden, make)
     assert isinstance(chains.steps, RecordedSteps) and chains.steps.sizes
+    assert isinstance(chains.steps.layer, FusedEagle) == is_fused
     return drafter
+
+
+def _fused(drafter: EagleDrafter, _backend: AttentionBackend) -> FusedEagle:
+    assert isinstance(drafter.weights, EagleWeights)
+    return FusedEagle(drafter.weights)
 
 
 @pytest.mark.parametrize("way", [lambda drafter: drafter, recorded])
@@ -103,7 +121,8 @@ def test_it_drafts_beside_a_pass(
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_recorded_rounds_are_those_of_operations(dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_recorded_rounds_are_those_of_operations(is_fused: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     """Of a layer that sees 512 positions: a slab has 1,040 slots."""
     target = make_model(SHAPE.config(), dtype, CUDA, 2048, 0)
     files = TinyEagle(target).save(tmp_path / "heads")
@@ -111,7 +130,7 @@ def test_recorded_rounds_are_those_of_operations(dtype: torch.dtype, tmp_path: P
     config["slipstream"]["window"] = 512
     (files / CONFIG_FILE).write_text(json.dumps(config))
     plain, replayed = (load_eagle_drafter(files, target, ROOM) for _ in range(2))
-    recorded(replayed)
+    recorded(replayed, is_fused=is_fused)
     rng = np.random.default_rng(3)
     all_kept = [0] * 4
     for turn, rows in enumerate([[200, 3, 40, 1], [1, 2, 3, 4], [7, 1, 1, 1], [48, 30, 1, 1], [1], [600]]):
@@ -136,3 +155,14 @@ def test_recorded_rounds_are_those_of_operations(dtype: torch.dtype, tmp_path: P
         for depth, (expected, found) in enumerate(zip(*told, strict=True)):
             assert is_close(found, expected), (turn, depth)
         all_kept[:count] = [first + some for first, some in zip(kept, rows, strict=True)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rounds_of_modules_are_fused_and_recorded(family: str, tmp_path: Path) -> None:
+    """What is put in was compared with operations: here it must be put in."""
+    case = mtp_case(family, tmp_path / "files", "--device", "cuda")
+    assert isinstance(case.layer, MtpLayer) and case.target is not None
+    kv, module = case.kv(), case.layer.module
+    make = quick_layer(module, case.target, ModelSettings(model="tiny"), 16)
+    steps = fastest_steps(case.eager(kv), kv, case.width, make)
+    assert isinstance(steps, RecordedSteps) and steps.layer is not case.layer

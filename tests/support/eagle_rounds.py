@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from engine.compute.drafters.mtp_layer import MtpLayer
 from engine.compute.drafters.mtp_layouts import find_mtp
 from engine.compute.drafters.mtp_module import load_mtp_module
 from engine.compute.drafters.slab_rows import RowsApart
-from engine.compute.loading.loader import load_model
+from engine.compute.loading.loader import LoadedModel, load_model
 from engine.compute.runner.dummy_steps import plain_sampling
 from engine.compute.sampling.noise import row_keys
 from tests.support.native import WITHOUT_KERNELS
@@ -39,11 +40,14 @@ ROOM = EagleRoom(max_num_seqs=8, kv_bytes=1 << 26)
 
 
 class Case:
-    """A layer that reads features of `width` numbers."""
+    """A layer that reads features of `width` numbers, a module those of a `target`."""
 
-    def __init__(self, layer: DraftLayer, width: int, like: EagleKv) -> None:
+    def __init__(
+        self, layer: DraftLayer, width: int, like: EagleKv, target: LoadedModel | None = None
+    ) -> None:
         self.layer = layer
         self.width = width
+        self.target = target
         self._like = like
 
     def kv(self, num_slabs: int = 8) -> EagleKv:
@@ -56,11 +60,15 @@ class Case:
         return EagerSteps(self.layer, partial(RowsApart, kv), GUESSES)
 
     def recorded(
-        self, kv: EagleKv, recorder: Recorder | None = None, backend: TabledAttention | None = None
+        self,
+        kv: EagleKv,
+        recorder: Recorder | None = None,
+        backend: TabledAttention | None = None,
+        layers: Sequence[DraftLayer] = (),
     ) -> ChainSteps:
         """As a GPU would compute them that has this recorder and backend."""
         backend = backend or TabledReference()
-        return find_steps(self.eager(kv), kv, self.width, backend, recorder or Playback())
+        return find_steps(self.eager(kv), kv, self.width, backend, recorder or Playback(), layers)
 
 
 def made_round(
@@ -128,18 +136,20 @@ def eagle_case(directory: Path) -> Case:
     return Case(TorchEagle(weights), 3 * 64, make_kv(weights.sizes.kv, WINDOW, weights.head, ROOM))
 
 
-def mtp_case(family: str, directory: Path) -> Case:
+def mtp_case(family: str, directory: Path, *flags: str) -> Case:
     """The module of a tiny target, saved there."""
     TinyMtp(family).save(directory)
-    settings = load_settings([str(directory), "--dtype", "float32"], environ=WITHOUT_KERNELS)
+    settings = load_settings([str(directory), "--dtype", "float32", *flags], environ=WITHOUT_KERNELS)
     target = load_model(directory, settings.model)
     layout = find_mtp(directory, target.config)
     assert layout is not None
     module = load_mtp_module(directory, target, layout)
-    return Case(MtpLayer(module), 64, make_kv(module.layer, WINDOW, module.weight, ROOM))
+    return Case(MtpLayer(module), 64, make_kv(module.layer, WINDOW, module.weight, ROOM), target)
 
 
-def assert_same_rounds(case: Case, found: ChainSteps, temperature: float = 0.0) -> None:
+def assert_same_rounds(
+    case: Case, found: ChainSteps, temperature: float = 0.0, turns: int | None = None
+) -> None:
     """Those of one by one, while sequences come and end, past the window and the end of slabs."""
     kv = case.kv()
     plain, chains = LayerChains(case.eager(kv), 0.0), LayerChains(found, 0.0)
@@ -152,7 +162,7 @@ def assert_same_rounds(case: Case, found: ChainSteps, temperature: float = 0.0) 
             ([9, 1], [2, 2]),
             ([1, 1, 1, 1], [1, 1, 1, 1]),
             ([2, 2, 3], [6, 1, 1]),
-        ]
+        ][:turns]
     ):
         before = kept[: len(rows)]
         work = made_round(rows, drafts, before, temperature=temperature, seed=turn, width=case.width)

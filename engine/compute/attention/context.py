@@ -7,10 +7,11 @@ from typing import NamedTuple, Protocol, cast
 
 import torch
 
-from engine.compute.attention.backend import AttentionBackend, LayerCall
+from engine.compute.attention.backend import AttentionBackend, LayerCall, StepAttention
 from engine.compute.attention.cpu import PagedStep
 from engine.compute.attention.kv_tensors import KvTensors, sent
 from engine.compute.attention.paged_rows import PagedRows
+from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.plan.step_records import StepInputs
 
 
@@ -142,3 +143,20 @@ class AttentionContext:
         """
         query = cast(RotatingStep, self._step).rotate_and_write(call.layer, qkv, turns, norms)
         return self._step.attend(query, call)
+
+
+class _Laid:
+    """An AttentionBackend whose steps are all one, which was planned before."""
+
+    def __init__(self, step: StepAttention) -> None:
+        self._step = step
+
+    def plan(self, inputs: StepInputs, kv: KvTensors) -> StepAttention:
+        """See AttentionBackend."""
+        return self._step
+
+
+def context_over(attention: StepAttention, kv: KvTensors) -> AttentionContext:
+    """A context for steps that are not known when it is made: `attention` reads them from its tables."""
+    any_step = pack_step([Part([0], 0, 1, [0])], kv.block_size)
+    return AttentionContext(any_step, kv, _Laid(attention))

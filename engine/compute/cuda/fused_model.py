@@ -46,7 +46,7 @@ def with_fused_layers(loaded: LoadedModel, block_size: int, reload: Callable[[],
     try:
         if loaded.keeps_state:
             loaded = with_scans(loaded, block_size)
-        fused = _fuse(loaded, backend, block_size)
+        fused = fuse_all(loaded, backend, block_size)
     except Exception as error:  # whatever a compiler or a driver may raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         log.warning("layers are not fused: %s", reason)
@@ -60,8 +60,8 @@ def with_fused_layers(loaded: LoadedModel, block_size: int, reload: Callable[[],
     return replace(loaded, kernels_used=used)
 
 
-def _fuse(loaded: LoadedModel, backend: AttentionBackend, block_size: int) -> list[str]:
-    """Fuse what can be, and say what was. Raises whatever a compiler or driver does."""
+def fuse_all(loaded: LoadedModel, backend: AttentionBackend, block_size: int) -> list[str]:
+    """Fuse what can be of the model itself, and say what was. Raises whatever a compiler or driver does."""
     experts = fuse_experts(loaded, block_size)  # first, so that layers are fused around them
     routers = fuse_routers(loaded, block_size)
     layers = 0 if loaded.keeps_state else fuse_layers(loaded, backend, block_size)

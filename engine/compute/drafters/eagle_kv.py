@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -34,8 +34,7 @@ class EagleKv:
         self.window = window
         self.most_drafts = most_drafts
         self.num_slots = slots_for(window, most_drafts)
-        kept = replace(layer, window=window)
-        self.tensors = KvTensors((kept,), num_slabs, self.num_slots, like.dtype, like.device)
+        self.tensors = KvTensors((layer,), num_slabs, self.num_slots, like.dtype, like.device)
         self.keys = self.tensors.keys[0]
         self.values = self.tensors.values[0][..., : layer.value_dim]  # which may be in the keys
         self._free = list(range(num_slabs))

@@ -13,16 +13,16 @@ class TorchEagle:
     """A DraftLayer."""
 
     def __init__(self, weights: EagleWeights) -> None:
-        self._weights = weights
+        self.weights = weights
 
     @property
     def token_ids(self) -> torch.Tensor:
         """See DraftLayer."""
-        return self._weights.token_ids
+        return self.weights.token_ids
 
     def read(self, features: torch.Tensor) -> torch.Tensor:
         """See DraftLayer."""
-        return F.linear(features, self._weights.fuse)
+        return F.linear(features, self.weights.fuse)
 
     def again(self, out: torch.Tensor) -> torch.Tensor:
         """The output as it is."""
@@ -30,7 +30,7 @@ class TorchEagle:
 
     def compute(self, hidden: torch.Tensor, token_ids: torch.Tensor, rows: SlabRows) -> torch.Tensor:
         """See DraftLayer."""
-        weights, sizes = self._weights, self._weights.sizes
+        weights, sizes = self.weights, self.weights.sizes
         residual = hidden
         normed = F.rms_norm(hidden, (sizes.hidden,), weights.hidden_norm, weights.eps)
         if weights.norms_residual:
@@ -45,15 +45,15 @@ class TorchEagle:
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
         """See DraftLayer."""
-        normed = F.rms_norm(out, (out.shape[-1],), self._weights.last_norm, self._weights.eps)
-        return F.linear(normed, self._weights.head)
+        normed = F.rms_norm(out, (out.shape[-1],), self.weights.last_norm, self.weights.eps)
+        return F.linear(normed, self.weights.head)
 
     def _attend(self, qkv: torch.Tensor, rows: SlabRows) -> torch.Tensor:
-        of = self._weights.sizes
+        of = self.weights.sizes
         heads, kv_heads, dim = of.heads, of.kv_heads, of.head_dim
         sizes = [heads, kv_heads, kv_heads]
         query, key, value = torch.split(qkv.view(len(qkv), -1, dim), sizes, dim=1)
-        cos, sin = self._weights.rotary(qkv, position_ids=rows.positions[None])
+        cos, sin = self.weights.rotary(qkv, position_ids=rows.positions[None])
         query, key = (_rotated(part, cos[0, :, None], sin[0, :, None]) for part in (query, key))
         return rows.attend_newest(query, key, value, dim**-0.5).flatten(1)
 

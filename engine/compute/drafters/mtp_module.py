@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ class MtpModule(nn.Module):
         self.layer: LayerKv = probe_layers(parts.block, parts.block.config).layers[0]
         self._block: Any = parts.block.base_model
         self._block.embed_tokens = None  # it is given what is embedded
+        self._whole = (parts.block,)  # no submodule: its tables have nothing of the files
         self._embedding_norm = parts.embedding_norm
         self._hidden_norm = parts.hidden_norm
         self._projection = parts.projection
@@ -80,6 +81,44 @@ class MtpModule(nn.Module):
         """
         model = target.model
         self._theirs = (model.get_input_embeddings(), model.get_output_embeddings())  # no submodules
+
+    def as_model(self, target: LoadedModel) -> LoadedModel:
+        """Its layer as a model with tables of its own, of a few tokens, on the target's device.
+
+        What modules are replaced in it stay in this module; their weights are shared.
+        """
+        model: Any = _sharing(self._whole[0])
+        embedding, head = torch.randn(2, _VOCABULARY, int(model.config.hidden_size)).to(self.weight)
+        width = embedding.shape[1]
+        model.base_model.embed_tokens = nn.Embedding(_VOCABULARY, width, _weight=embedding)
+        model.lm_head = _linear(head)
+        probe = probe_layers(model, model.config)
+        return replace(
+            target,
+            model=model,
+            config=model.config,
+            vocab_size=_VOCABULARY,
+            layers=probe.layers,
+            states=probe.states,
+            attending=probe.attending,
+            kept_kv=None,
+            kernels_used="",
+        )
+
+    def with_layer_of(
+        self, model: PreTrainedModel, quick_norm: Callable[[nn.Module], nn.Module]
+    ) -> MtpModule:
+        """The same module around the layer of what `as_model` gave, whatever was replaced in that.
+
+        `quick_norm` gives what stands for a norm of its own.
+        """
+        made: MtpModule = copy.copy(self)
+        block: Any = model.base_model
+        block.embed_tokens = None
+        norms = {name: quick_norm(getattr(self, name)) for name in ("_embedding_norm", "_hidden_norm")}
+        made._modules = {**self._modules, "_block": block, **norms}
+        made._whole = (model,)
+        return made
 
     def read(self, features: torch.Tensor) -> torch.Tensor:
         """The hidden state that it goes on from, of what left the target's last layer: [N, hidden]."""
@@ -272,6 +311,15 @@ def _read_tensors(
         except (OSError, SafetensorError) as error:
             raise bad_weights(path, error) from error
     return found
+
+
+def _sharing(module: Any) -> Any:
+    """A copy of the tree of modules, over the same weights."""
+    made = copy.copy(module)
+    for own in ("_parameters", "_buffers"):
+        setattr(made, own, dict(getattr(module, own)))
+    made._modules = {name: child and _sharing(child) for name, child in module._modules.items()}
+    return made
 
 
 def _linear(weight: torch.Tensor) -> nn.Linear:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from engine.compute.attention import AttentionBackend, LayerCall, StepAttention
-from engine.compute.attention.kv_tensors import on_device
+from engine.compute.attention.context import HeadNorms, HeadTurns, RotatingStep, context_over
+from engine.compute.attention.kv_tensors import KvTensors, on_device
 from engine.compute.drafters.eagle_kv import EagleKv
 from engine.compute.runner.dummy_steps import plain_sampling
 from engine.plan.step_records import StepInputs
@@ -41,19 +42,18 @@ class SlabRows(Protocol):
         """Of [N, ...] each sequence's last; themselves where each has one row."""
         ...
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """Keep the rows' keys and values and attend, each row within its own slab: [N, heads, value's dim].
-
-        `query` is [N, heads, dim], `key` and `value` are [N, kv_heads, their dim].
-        """
-        ...
-
     def attend_newest(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """As `attend`, of each sequence's newest row alone: [sequences, heads, value's dim]."""
+        """Keep the rows' keys and values and attend from each sequence's newest row, within its own slab.
+
+        `query` is [N, heads, dim], `key` and `value` are [N, kv_heads, their dim]. Gives [sequences, heads,
+        value's dim].
+        """
+        ...
+
+    def context(self) -> object:
+        """What the layer of a model attends by from all rows, in place of a step's AttentionContext."""
         ...
 
 
@@ -89,24 +89,28 @@ class RowsApart(_Spans):
         self._kv = kv
         self._spans = spans
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """See SlabRows."""
-        return self._attended(query, key, value, scale, [span.num_rows for span in self._spans])
-
     def attend_newest(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """See SlabRows."""
-        return self._attended(query, key, value, scale, [1] * len(self._spans))
+        return self.attend(query, key, value, scale, [1] * len(self._spans))
 
-    def _attended(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, asking: list[int]
+    def context(self) -> object:
+        """See SlabRows."""
+        return _ContextApart(self, self._kv.tensors)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        asking: Sequence[int] = (),
     ) -> torch.Tensor:
-        """Of so many rows of each sequence, the newest."""
+        """As `attend_newest`, from so many rows of each sequence, the newest; else from all."""
         attended, row = [], 0
-        for span, num_asking in zip(self._spans, asking, strict=True):
+        own = asking or [span.num_rows for span in self._spans]
+        for span, num_asking in zip(self._spans, own, strict=True):
             stop = row + span.num_rows
             keys, values, seen = self._kept(span, key[row:stop], value[row:stop])
             found = F.scaled_dot_product_attention(
@@ -150,19 +154,16 @@ class RowsTogether(_Spans):
         self._kv = kv
         self._spans = spans
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """See SlabRows."""
-        self._all.write(0, key, value)
-        return self._all.attend(query, call_of(self._kv, scale))
-
     def attend_newest(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """See SlabRows."""
         self._all.write(0, key, value)
-        return self._of_newest.attend(self.newest(query), call_of(self._kv, scale))
+        return self._of_newest.attend(self.newest(query), LayerCall(0, scale, self._kv.window))
+
+    def context(self) -> object:
+        """See SlabRows."""
+        return context_over(InWindow(self._all, self._kv.window), self._kv.tensors)
 
     @cached_property
     def _all(self) -> StepAttention:
@@ -195,6 +196,43 @@ def slab_step(spans: Sequence[Span], num_slots: int) -> StepInputs:
     )
 
 
-def call_of(kv: EagleKv, scale: float) -> LayerCall:
-    """How rows attend to what is kept in slabs."""
-    return LayerCall(0, scale, kv.window)
+class InWindow:
+    """A step of which all that attends sees so many positions at most, where layers know no such bound."""
+
+    def __init__(self, step: StepAttention, window: int) -> None:
+        self._step = step
+        self._window = window
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """See StepAttention."""
+        self._step.write(layer, key, value)
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """See RotatingStep."""
+        return cast(RotatingStep, self._step).slots
+
+    def rotate_and_write(
+        self, layer: int, qkv: torch.Tensor, turns: HeadTurns | None, norms: HeadNorms | None
+    ) -> torch.Tensor:
+        """See RotatingStep: what fused layers ask of it."""
+        return cast(RotatingStep, self._step).rotate_and_write(layer, qkv, turns, norms)
+
+    def attend(self, query: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        """See StepAttention."""
+        return self._step.attend(query, call._replace(window=self._window))
+
+
+class _ContextApart:
+    """What a pass of one layer over slabs gives its attention, in place of an AttentionContext."""
+
+    def __init__(self, rows: RowsApart, kv: KvTensors) -> None:
+        self.kv = kv
+        self._rows = rows
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: LayerCall
+    ) -> torch.Tensor:
+        """See AttentionContext; no family with such a module has sinks, soft caps or biases."""
+        assert call.softcap is None and call.sinks is None and call.bias is None
+        return self._rows.attend(query, key, value, call.scaling)

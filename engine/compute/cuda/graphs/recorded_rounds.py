@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.compute.attention import StepAttention
+from engine.compute.attention import LayerCall, StepAttention
+from engine.compute.attention.context import context_over
 from engine.compute.cuda.graphs.graph_shapes import MAX_QUERY_LEN, sizes_up_to
 from engine.compute.cuda.graphs.recorder import Recorder
 from engine.compute.cuda.graphs.step_graphs import BYTES_OF_A_GRAPH, TabledAttention
@@ -20,7 +21,7 @@ from engine.compute.cuda.triton_work import HeadShape
 from engine.compute.drafters.eagle_kv import EagleKv
 from engine.compute.drafters.eagle_round import EagleRound
 from engine.compute.drafters.layer_chains import DraftLayer, EagerSteps, Likeliest
-from engine.compute.drafters.slab_rows import Span, call_of, slab_step
+from engine.compute.drafters.slab_rows import InWindow, Span, slab_step
 from engine.compute.loading.loader import LoadedModel
 from engine.plan.step_records import Int32
 
@@ -93,18 +94,16 @@ class _TabledRows:
         """See SlabRows."""
         return rows if self._newest is None else rows.index_select(0, self._newest)
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """See SlabRows."""
-        self._attention.write(0, key, value)
-        return self._attention.attend(query, call_of(self._kv, scale))
-
     def attend_newest(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """See SlabRows; the others are not worth tables of their own."""
-        return self.newest(self.attend(query, key, value, scale))
+        """See SlabRows; the others are asked, too: they are not worth tables of their own."""
+        self._attention.write(0, key, value)
+        return self.newest(self._attention.attend(query, LayerCall(0, scale, self._kv.window)))
+
+    def context(self) -> object:
+        """See SlabRows."""
+        return context_over(InWindow(self._attention, self._kv.window), self._kv.tensors)
 
 
 class _Recording:

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.compute.attention import AttentionContext, StepAttention
-from engine.compute.attention.kv_tensors import KvTensors
+from engine.compute.attention import StepAttention
+from engine.compute.attention.context import context_over
 from engine.compute.cuda.device_draw import DrawColumns, column_shapes, column_words
 from engine.compute.cuda.graphs.device_pass import AnyForward, DevicePass, TokenMemory, fill_in, token_words
 from engine.compute.cuda.graphs.graph_shapes import GraphShape
 from engine.compute.cuda.graphs.recorder import Recorder
 from engine.compute.cuda.triton_tables import Bucket, StepTables
-from engine.compute.runner.dummy_steps import Part, pack_step
 from engine.compute.runner.pass_memory import PassMemory
 from engine.plan.step_records import Int64, StepInputs
 
@@ -50,23 +49,6 @@ def other_words(shape: GraphShape, memory: PassMemory) -> dict[str, tuple[int, .
     words = {"token_ids": (num_tokens,), "previous": (num_tokens,), **column_shapes(shape.num_places)}
     words |= memory.words(shape.room)
     return words | ({"rows": (shape.num_rows,)} if shape.num_rows else {})
-
-
-class _Laid:
-    """An AttentionBackend whose steps are all one, which was planned before."""
-
-    def __init__(self, step: StepAttention) -> None:
-        self._step = step
-
-    def plan(self, inputs: StepInputs, kv: KvTensors) -> StepAttention:
-        """See AttentionBackend."""
-        return self._step
-
-
-def context_over(attention: StepAttention, kv: KvTensors) -> AttentionContext:
-    """A context for steps that are not known when it is made: `attention` reads them from its tables."""
-    any_step = pack_step([Part([0], 0, 1, [0])], kv.block_size)
-    return AttentionContext(any_step, kv, _Laid(attention))
 
 
 class RecordedStep:

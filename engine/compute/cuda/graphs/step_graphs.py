@@ -18,6 +18,7 @@ from torch import nn
 
 from config.units import rough_size
 from engine.compute.attention import AttentionBackend, StepAttention
+from engine.compute.attention.context import context_over
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.cuda.device_ints import DeviceInts
 from engine.compute.cuda.graphs.device_pass import AnyForward, DevicePass, TokenMemory
@@ -26,7 +27,6 @@ from engine.compute.cuda.graphs.recorded_step import (
     GraphMemory,
     RecordedStep,
     bucket_of,
-    context_over,
     other_words,
 )
 from engine.compute.cuda.graphs.recorder import Recorder

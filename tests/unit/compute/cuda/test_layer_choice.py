@@ -5,13 +5,17 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from config import ModelSettings
+from engine.compute.attention import ReferenceAttention
 from engine.compute.cuda import layer_choice
-from engine.compute.cuda.layer_choice import with_fast_layers
+from engine.compute.cuda.layer_choice import quick_layer, with_fast_layers
+from engine.compute.drafters.eagle_weights import EagleWeights
+from engine.compute.drafters.mtp_module import MtpModule
 from engine.compute.loading.loader import LoadedModel
 from tests.support.packed import as_loaded, load_tiny
 from tests.support.tiny_models import tiny_model
@@ -46,3 +50,19 @@ def test_any_model_on_cuda_is_looked_at_where_triton_is(family: str, monkeypatch
     monkeypatch.setattr(layer_choice, "find_spec", lambda _: object())
     loaded = replace(as_loaded(tiny_model(family)), device=torch.device("cuda"))
     assert with_fast_layers(loaded, ModelSettings(model="tiny"), 16, never) is fused
+
+
+@pytest.mark.parametrize("kind", ["eagle", "module"])
+def test_a_drafters_layer_is_fused_where_the_target_is(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = cast(EagleWeights, object()) if kind == "eagle" else MtpModule.__new__(MtpModule)
+    loaded = load_tiny("llama")
+    on_cuda, auto = replace(loaded, device=torch.device("cuda")), ModelSettings(model="tiny")
+    assert quick_layer(weights, loaded, auto, 16) is None
+    assert quick_layer(weights, on_cuda, ModelSettings(model="tiny", compile="off"), 16) is None
+    make, backend = quick_layer(weights, on_cuda, auto, 16), ReferenceAttention()
+    modules = SimpleNamespace(fused_layer=lambda *asked: asked)
+    monkeypatch.setitem(sys.modules, "engine.compute.cuda.fused_module", modules)
+    layers = SimpleNamespace(FusedEagle=lambda *asked: asked)
+    monkeypatch.setitem(sys.modules, "engine.compute.cuda.fused_eagle", layers)
+    expected = (weights,) if kind == "eagle" else (weights, on_cuda, 16, backend)
+    assert make is not None and cast(object, make(backend)) == expected

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.compute.attention import CpuAttention, LayerCall, StepAttention
+from engine.compute.attention import AttentionBackend, CpuAttention, LayerCall, StepAttention
 from engine.compute.attention.kv_tensors import KvTensors
 from engine.compute.cuda.graphs.recorded_rounds import RecordedSteps, recorded_round_bytes, round_sizes
 from engine.compute.cuda.graphs.step_graphs import TabledAttention
-from engine.compute.cuda.round_choice import fastest_steps, find_steps
+from engine.compute.cuda.round_choice import MakeQuick, fastest_steps, find_steps
 from engine.compute.cuda.triton_tables import StepTables
 from engine.compute.drafters.eagle_kv import EagleKv
 from engine.compute.drafters.eagle_loader import EagleRoom
 from engine.compute.drafters.eagle_round import GUESSES
-from engine.compute.drafters.layer_chains import EagerSteps, LayerChains
+from engine.compute.drafters.layer_chains import DraftLayer, EagerSteps, LayerChains
 from engine.compute.drafters.slab_rows import RowsTogether, SlabRows
 from engine.plan.step_records import StepInputs
 from tests.support.captured_log import captured_log
@@ -171,6 +171,43 @@ def test_what_computes_otherwise_is_not_used(eagle: Case) -> None:
         (line,) = log.lines
         assert "computed otherwise" in line and ("replayed" in line) == in_tables
         assert not any(tensor.any() for tensor in kv.tensors.tensors), "slabs are empty as before"
+
+
+class _Quick:
+    """A layer of kernels in place of another, which it makes of that one."""
+
+    def __init__(self, layer: DraftLayer, factor: float = 1.0) -> None:
+        self._layer = layer
+        self._factor = factor
+        self.token_ids, self.read, self.again = layer.token_ids, layer.read, layer.again
+        self.logits = layer.logits
+
+    def compute(self, hidden: torch.Tensor, token_ids: torch.Tensor, rows: SlabRows) -> torch.Tensor:
+        return self._layer.compute(hidden * self._factor, token_ids, rows)
+
+
+def test_a_layer_of_kernels_is_used_where_it_answers_alike(
+    eagle: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play_back_rounds(monkeypatch)
+    alike, other = _Quick(eagle.layer), _Quick(eagle.layer, 3.0)
+
+    def failing(backend: AttentionBackend) -> DraftLayer:
+        raise RuntimeError("it does not compile\nsomewhere")
+
+    ways: list[tuple[MakeQuick, DraftLayer, str]] = [
+        (lambda _: alike, alike, "recorded"),
+        (lambda _: other, eagle.layer, "computed otherwise"),
+        (lambda _: None, eagle.layer, "recorded"),
+        (failing, eagle.layer, "not fused: it does not compile"),
+    ]
+    for make, layer, told in ways:
+        kv = eagle.kv()
+        with captured_log() as log:
+            found = fastest_steps(eagle.eager(kv), kv, eagle.width, make)
+        assert isinstance(found, RecordedSteps) and found.layer is layer
+        assert told in log.lines[0] and "recorded" in log.lines[-1] and "somewhere" not in log.text
+        assert_same_rounds(eagle, found)
 
 
 def test_other_devices_keep_their_steps(eagle: Case, monkeypatch: pytest.MonkeyPatch) -> None:
