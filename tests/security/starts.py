@@ -18,8 +18,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from tests.e2e.command_line import QUIET
-
 START_S = 60  # for one start, on a machine that has other things to do
 
 
@@ -32,6 +30,8 @@ class Ended(NamedTuple):
 
 def starts(arguments: Mapping[str, Sequence[str]], home: Path, file_bytes: int = 0) -> dict[str, Ended]:
     """What became of `slipstream serve` with each of the arguments, and files of so many bytes at most."""
+    from tests.e2e.command_line import QUIET  # not in the program: it would import all of transformers
+
     program = subprocess.run(
         [sys.executable, "-m", __name__],
         input=json.dumps([[file_bytes, *each] for each in arguments.values()]),
@@ -48,11 +48,15 @@ def starts(arguments: Mapping[str, Sequence[str]], home: Path, file_bytes: int =
 
 def main() -> None:
     """Start one after the other."""
-    # All that a start needs.
+    # All that a start needs, as a start imports it.
+    from engine.compute.lean_transformers import prepare_transformers
+
+    prepare_transformers()
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import engine.compute.embedding.source
     import engine.startup.build  # noqa: F401
+    import server.app
     import server.commands.serve  # noqa: F401
 
     print(json.dumps([_start(each) for each in json.load(sys.stdin)]))
