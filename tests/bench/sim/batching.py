@@ -129,14 +129,16 @@ def run_memory(num_requests: int, seed: int = 2, cost: StepCost = GPU_LIKE) -> S
     return section
 
 
-def run_chunks(num_requests: int, seed: int = 3, cost: StepCost = GPU_LIKE) -> Section:
+def run_chunks(
+    num_requests: int, seed: int = 3, cost: StepCost = GPU_LIKE, loads: Sequence[float] = CHUNK_LOADS
+) -> Section:
     """What long prompts do to the streams of others, and what sparing those costs the prompts."""
     section = Section("chunks", f"chunked prefill against prefill-first, {cost.name}")
     rng = random.Random(seed)
     trace = make_trace(rng, num_requests, poisson(rng, 1.0), _long_prompts)
     server = Server(cost=cost, num_blocks=40_000, max_num_seqs=64, max_model_len=10_000)
     capacity = _prefill_first(all_at_once(trace), server).rate
-    for load in CHUNK_LOADS:
+    for load in loads:
         at_load = at_rate(trace, load * capacity)
         first, chunked = _prefill_first(at_load, server), simulate(at_load, server)
         for name, run in (("prefill-first", first), ("chunked", chunked)):

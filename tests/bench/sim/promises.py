@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 from tests.bench.report import Bar, Section
@@ -31,7 +32,9 @@ def _lengths(arrival: Arrival) -> tuple[int, int]:
     return arrival.prompt_tokens, arrival.output_tokens
 
 
-def run_deadlines(num_requests: int, seed: int = 5, cost: StepCost = GPU_LIKE) -> Section:
+def run_deadlines(
+    num_requests: int, seed: int = 5, cost: StepCost = GPU_LIKE, loads: Sequence[float] = DEADLINE_LOADS
+) -> Section:
     """Deadlines met around and above capacity."""
     section = Section("deadlines", f"earliest deadline first with refusal against fcfs, {cost.name}")
     fcfs = Server(cost=cost, max_num_seqs=8)
@@ -40,7 +43,7 @@ def run_deadlines(num_requests: int, seed: int = 5, cost: StepCost = GPU_LIKE) -
     trace = deadline_trace(num_requests, seed, cost)
     highest = capacity(trace, fcfs)
     leads = []
-    for load in DEADLINE_LOADS:
+    for load in loads:
         runs = {name: simulate(at_rate(trace, load * highest), server) for name, server in servers.items()}
         for name, run in runs.items():
             _add(section, f"load {load:.0%}, {name}", run)

@@ -34,9 +34,9 @@ from tests.bench.sim.trace import Arrival, at_rate, bursts
     [
         pytest.param(lambda: run_static(1000, factors=(25.0,)), id="static"),
         pytest.param(lambda: run_memory(200), id="memory"),
-        pytest.param(lambda: run_chunks(500), id="chunks"),
+        pytest.param(lambda: run_chunks(500, loads=(0.8,)), id="chunks"),
         pytest.param(lambda: run_sjf(400, seats=(1,)), id="sjf"),
-        pytest.param(lambda: run_deadlines(100), id="deadlines"),
+        pytest.param(lambda: run_deadlines(100, loads=(0.8, 1.2)), id="deadlines"),
         pytest.param(lambda: run_fairness(250), id="fair"),
         pytest.param(lambda: run_flood(10, rates=(4.0,)), id="flood"),
         pytest.param(run_prefixes, id="prefixes"),
