@@ -12,7 +12,10 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.native import WITHOUT_KERNELS
 
 _OURS = "SLIPSTREAM_"
-QUIET = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)} | WITHOUT_KERNELS
+# Models this small gain nothing from a second thread, and each operation waits for it where other tests run.
+ONE_THREAD = {"OMP_THREAD_LIMIT": "1"}
+QUIET = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
+QUIET |= WITHOUT_KERNELS | ONE_THREAD
 SLIPSTREAM = (sys.executable, "-c", "import sys; from server.commands.cli import main; sys.exit(main())")
 
 

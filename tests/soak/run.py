@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from tests.bench.processes import JsonWorker, Server
-from tests.e2e.command_line import QUIET
+from tests.e2e.command_line import ONE_THREAD, QUIET
 from tests.soak.load import Canary, arrivals, crowd
 from tests.soak.tally import Tally
 from tests.soak.verdict import Findings, Probes
@@ -67,7 +67,7 @@ class SoakPlan:
 async def soak(plan: SoakPlan, directory: Path, say: Callable[[str], None]) -> Findings:
     """Run it; `directory` takes the tiny model. Raises ChildFailed when the server is gone before the end."""
     # With compiled kernels, as users have it; every shape of a batch costs torch's own products memory.
-    env = {name: value for name, value in QUIET.items() if name not in WITHOUT_KERNELS}
+    env = {name: value for name, value in QUIET.items() if name not in WITHOUT_KERNELS | ONE_THREAD}
     env["HF_HUB_OFFLINE"] = "1"
     if plan.leaks:
         env |= {"SLIPSTREAM_ALLOW_FAULTS": "1", "SLIPSTREAM_FAULT_PLAN": json.dumps(LEAK)}
