@@ -1,6 +1,6 @@
 """What holds in tests of every kind: torch on one thread, a quarter of a property's examples.
 
-Kernels are compiled once in a run."""
+Kernels are compiled once, and kept for the next run in pytest's cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
         prepare_transformers()  # as servers do; every test of these imports it sooner or later
         return
-    if (folder := compile_once.put_first()) is None:
+    kept = config.cache.mkdir("compiled") if hasattr(config, "cache") else None
+    if (folder := compile_once.put_first(kept)) is None:
         return
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS

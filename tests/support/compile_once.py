@@ -1,7 +1,7 @@
-"""A C++ compiler for one run of the tests, which gives again what it was asked for before.
+"""A C++ compiler for tests, which gives again what it was asked for before, in this run or in one before.
 
 Many tests, in several processes, need the same kernels, some in a folder of their own. To compile them takes
-longer than what those tests look at.
+longer than what those tests look at. Another source, other flags and another compiler are compiled anew.
 """
 
 from __future__ import annotations
@@ -16,23 +16,33 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 NAMES = ("c++", "g++", "clang++")
+MOST_KEPT = 40  # libraries of up to a megabyte: a few states of the source, in all their forms
 
 
-def put_first() -> Path | None:
+def put_first(kept: Path | None) -> Path | None:
     """Let this process and those that it starts find it before the real one; None where there is none.
 
-    The folder returned holds what was compiled. It is the caller's to remove at the end.
+    The folder returned holds the compiler, and what it has compiled where `kept` is not a folder for that. It
+    is the caller's to remove at the end.
     """
     real = next(filter(None, map(shutil.which, NAMES)), None)
     if real is None:
         return None
     folder = Path(mkdtemp(prefix="slipstream-compiled-"))
+    if kept is not None:
+        _forget_the_oldest(kept)
     program = folder / NAMES[0]
-    words = " ".join(f'"{word}"' for word in (sys.executable, "-IS", __file__, folder, real))
+    words = " ".join(f'"{word}"' for word in (sys.executable, "-IS", __file__, kept or folder, real))
     program.write_text(f'#!/bin/sh\nexec {words} "$@"\n', encoding="utf-8")
     program.chmod(0o755)
     os.environ["PATH"] = os.pathsep.join((str(folder), os.environ["PATH"]))
     return folder
+
+
+def _forget_the_oldest(kept: Path) -> None:
+    libraries = [path for path in kept.iterdir() if not path.suffix]
+    for library in sorted(libraries, key=lambda path: path.stat().st_mtime)[:-MOST_KEPT]:
+        library.unlink(missing_ok=True)
 
 
 def compile_once(folder: Path, real: str, words: list[str]) -> int:
@@ -44,7 +54,9 @@ def compile_once(folder: Path, real: str, words: list[str]) -> int:
     if not sources or "-o" not in words:
         return subprocess.run([real, *words], check=False).returncode
     place = words.index("-o") + 1
-    digest = hashlib.sha256(repr((words[:place], words[place + 1 :])).encode())
+    compiler = Path(real).resolve().stat()
+    asked = (words[:place], words[place + 1 :], real, compiler.st_size, compiler.st_mtime_ns)
+    digest = hashlib.sha256(repr(asked).encode())
     for file in sorted(each for source in sources for each in source.resolve().parent.glob("*.[ch]*")):
         digest.update(file.read_bytes())
     kept = folder / digest.hexdigest()
@@ -54,8 +66,11 @@ def compile_once(folder: Path, real: str, words: list[str]) -> int:
             status = subprocess.run([real, *words], check=False).returncode
             if status:
                 return status
-            shutil.copy(words[place], kept)
+            made = kept.with_suffix(".part")
+            shutil.copy(words[place], made)
+            made.replace(kept)  # whole or not at all, whenever this is killed
             return 0
+        os.utime(kept)
     shutil.copy(kept, words[place])
     return 0
 
