@@ -51,7 +51,7 @@ def families(world: World) -> list[Family]:
 @pytest.fixture(scope="module")
 def fewer(families: list[Family]) -> list[Family]:
     """Enough for drafters that always have something to say."""
-    return families[: share_of(48, 2)]
+    return families[: share_of(48)]
 
 
 @pytest.fixture(scope="module")
