@@ -151,7 +151,16 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.bench.gpu.drafts.on_device", on_device)
 
 
-@pytest.mark.usefixtures("as_on_cuda")
+@pytest.fixture
+def once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measures each thing once, after few steps: its figures mean nothing here."""
+    for name in ("decode.RUNS", "drafts.RUNS", "guided._RUNS", "steps._RUNS"):
+        monkeypatch.setattr(f"tests.bench.gpu.{name}", 1)
+    for name in ("engines", "decode", "guided", "states"):
+        monkeypatch.setattr(f"tests.bench.gpu.{name}.SETTLE_STEPS", 4)
+
+
+@pytest.mark.usefixtures("as_on_cuda", "once")
 @pytest.mark.parametrize(
     ("name", "num_bars"),
     [("decode", 3), ("steps", 1), ("drafts", 3), ("guided", 2), ("states", 3), ("rounds", 1)],
