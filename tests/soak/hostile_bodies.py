@@ -337,8 +337,14 @@ def _encoded(fields: dict[str, Any]) -> bytes:
 
 
 def _told(fields: dict[str, Any]) -> str:
-    told = {name: value if (size := len(str(value))) < 20 else f"<{size}>" for name, value in fields.items()}
+    told = {
+        name: f"<{len(value)}>" if isinstance(value, (list, dict)) else value
+        for name, value in fields.items()
+    }
     return " ".join(f"{name}={value}" for name, value in told.items())
+
+
+_MANY = ([5] * 10**6, list(range(3, 500)) * 2000, [450] * 10**6)  # ids
 
 
 def _mixed(draw: random.Random) -> tuple[str, dict[str, Any]]:
@@ -354,8 +360,8 @@ def _mixed(draw: random.Random) -> tuple[str, dict[str, Any]]:
         ("prompt_logprobs", (0, 1, 20)),
         ("return_token_ids", (True,)),
         ("return_token_origins", (True,)),
-        ("allowed_token_ids", (list(range(3, 400)), [5] * 10**6, list(range(3, 500)) * 2000)),
-        ("stop_token_ids", ([450] * 10**6,)),
+        ("allowed_token_ids", (list(range(3, 400)), *_MANY[:2])),
+        ("stop_token_ids", _MANY[2:]),
         ("bad_words", (["word" * 200] * 256,)),
         ("logit_bias", ({str(i): -1 for i in range(500)},)),
         ("repetition_penalty", (1.1,)),
