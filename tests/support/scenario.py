@@ -145,12 +145,14 @@ class Scenario:
         seeds = count()
 
         async def ask_for_drafts() -> None:
-            fields: dict[str, Any] = {"seed": next(seeds), "temperature": 0.5, "max_tokens": 60}
+            fields: dict[str, Any] = {"seed": next(seeds), "temperature": 0.5, "max_tokens": 40}
             reply = (await self._say(**fields, return_token_ids=True)).json()["choices"][0]
             text, token_ids = reply["text"], reply["token_ids"]
             guess = {"type": "content", "content": text[:20] + "!" + text[20:]}
             await self._say(**fields, prediction=guess)
-            fields = {**fields, "prompt": token_ids[:20] * 2, "max_tokens": 50}
+            # By turns so that n-grams are soon right and a draft model soon wrong.
+            fields |= {"temperature": 0.5 * (fields["seed"] % 2), "max_tokens": 50}
+            fields["prompt"] = token_ids[:20] * 2
             wishes = [{"method": method} for method in ("ngram", "suffix", "draft-model")]
             await asyncio.gather(*(self._say(**fields, speculation=wish) for wish in wishes))
             await self._stop_amid_drafts(fields)
