@@ -63,6 +63,7 @@ def model_of(
     return model.to(dtype).requires_grad_(False).eval()
 
 
+@pytest.mark.by_default("DeepseekV3ForCausalLM")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_are_transformers_own_in_any_schedule(name: str) -> None:
     loaded = as_loaded(model_of(name))
@@ -81,6 +82,7 @@ def test_logits_are_transformers_own_in_any_schedule(name: str) -> None:
 WIDE = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "head_dim": 32, "qk_head_dim": 48}  # as kernels need them
 
 
+@pytest.mark.by_default("DeepseekV3ForCausalLM")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_kernels_attend_to_latents_and_a_token_has_its_bits_in_any_company(name: str) -> None:
     plain, exact = model_of(name, WIDE, torch.bfloat16), model_of(name, WIDE)
