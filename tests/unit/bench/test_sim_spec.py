@@ -33,6 +33,7 @@ def test_drafting_beside_the_target_gains_what_it_should(num_seqs: int, tmp_path
     assert plot_grid([row], tmp_path).stat().st_size > 10_000
 
 
+@pytest.mark.by_default("cell0", "cell2", "cell3")
 @pytest.mark.parametrize(
     "cell",
     [
