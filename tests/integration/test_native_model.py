@@ -165,6 +165,9 @@ ATTENDED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.by_default(
+    *("granite_hybrid_moe", "lfm2_hybrid", "llama4", "nemotron_h_hybrid", "phi3", "qwen3_5_hybrid")
+)
 @pytest.mark.parametrize("family", ATTENDED)
 def test_a_token_has_its_bits_in_any_company_where_attention_is_not_replaced(
     family: str, kernels: NativeKernels
