@@ -62,8 +62,15 @@ def known_heap() -> None:
 
 
 @pytest.fixture(autouse=True)
-def whole_floats() -> Iterator[None]:
-    """Numbers below the normal range of floats are numbers again after a test that made an engine here."""
+def same_numbers() -> Iterator[None]:
+    """What torch draws without a seed of its own is a test's own, whatever ran before it in this process.
+
+    Numbers below the normal range of floats are numbers again after a test that made an engine here.
+    """
+    if "torch" in sys.modules:
+        import torch
+
+        torch.manual_seed(0)
     yield
     if "torch" in sys.modules:
         import torch
