@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from engine.plan.speculation.drafter import DraftJob, DraftResult, UnreadChains
+from engine.plan.speculation.drafter import DraftJob, DraftResult, TellingDrafter, UnreadChains
 from engine.plan.speculation.drafter_link import CircuitBreaker, DrafterLink
 
 
@@ -20,6 +20,12 @@ class DrafterEntry:
     breaker: CircuitBreaker
     is_quick: bool = True
     seconds: float = 0.0
+    tells: bool = field(
+        init=False
+    )  # of what is on its way; asked once, as it takes longer than other questions
+
+    def __post_init__(self) -> None:
+        self.tells = isinstance(self.link.drafter, TellingDrafter)
 
 
 @dataclass(slots=True)

@@ -318,7 +318,7 @@ class RunAhead:
             return None
         loop, started, drafter = asyncio.get_running_loop(), self._clock(), entry.link.drafter
         told: asyncio.Future[UnreadChains] | None = None
-        if isinstance(drafter, TellingDrafter) and jobs and not ahead and entry.link.may_be_unread(jobs):
+        if entry.tells and jobs and not ahead and entry.link.may_be_unread(jobs):
             told = loop.create_future()
 
         def tell(chains: UnreadChains) -> None:
