@@ -28,11 +28,16 @@ from engine.compute.attention.layer_kv import LayerKv  # noqa: E402
 from engine.compute.cuda import fused_model  # noqa: E402
 from engine.compute.cuda.coded_choice import multiply_codes  # noqa: E402
 from engine.compute.cuda.device_draw import DrawColumns, column_words, filtered_rows  # noqa: E402
+from engine.compute.cuda.fused_eagle import FusedEagle  # noqa: E402
+from engine.compute.cuda.fused_module import fused_layer  # noqa: E402
 from engine.compute.cuda.fused_router import router_class_of  # noqa: E402
 from engine.compute.cuda.graphs.recorded_rounds import RecordedSteps  # noqa: E402
 from engine.compute.cuda.triton_attention import Gpu, TritonAttention  # noqa: E402
 from engine.compute.cuda.triton_draw import draw_plain_at_once  # noqa: E402
 from engine.compute.cuda.triton_filter import draw_filtered_at_once  # noqa: E402
+from engine.compute.drafters.eagle_torch import TorchEagle  # noqa: E402
+from engine.compute.drafters.layer_chains import DraftLayer  # noqa: E402
+from engine.compute.drafters.mtp_layer import MtpLayer  # noqa: E402
 from engine.compute.loading.coded_weights import CodedLinear, CodeKind, round_weights  # noqa: E402
 from engine.compute.loading.loader import LoadedModel  # noqa: E402
 from engine.compute.recurrent import recurrent_forward  # noqa: E402
@@ -40,7 +45,7 @@ from engine.compute.runner import packed_forward  # noqa: E402
 from engine.compute.runner.dummy_steps import plain_sampling  # noqa: E402
 from engine.compute.runner.scratch_pass import forward_of  # noqa: E402
 from engine.compute.runner.self_check import packed_sample  # noqa: E402
-from tests.support.eagle_rounds import eagle_case, mtp_case  # noqa: E402
+from tests.support.eagle_rounds import Case, eagle_case, mtp_case  # noqa: E402
 from tests.support.packed import as_loaded  # noqa: E402
 from tests.support.recorded import Playback  # noqa: E402
 from tests.support.recurrent_classes import loaded_from, model_of  # noqa: E402
@@ -99,10 +104,21 @@ def draft(backend: TritonAttention, kind: str) -> str:
     with TemporaryDirectory() as directory:
         files = Path(directory) / "files"
         case = eagle_case(files) if kind == "eagle" else mtp_case(kind, files)
-        steps = case.recorded(case.kv(), Playback(), backend)
-    if not isinstance(steps, RecordedSteps):
-        raise RuntimeError("they cannot be recorded")
+        quick = _quick(case, backend)
+        steps = case.recorded(case.kv(), Playback(), backend, [quick])
+    if not isinstance(steps, RecordedSteps) or steps.layer is not quick:
+        raise RuntimeError("they cannot be recorded, or not fused")
     return f"{len(steps.sizes)} sizes"
+
+
+def _quick(case: Case, backend: TritonAttention) -> DraftLayer:
+    """Its layer fused."""
+    if isinstance(case.layer, TorchEagle):
+        return FusedEagle(case.layer.weights)
+    assert isinstance(case.layer, MtpLayer) and case.target is not None
+    made = fused_layer(case.layer.module, case.target, 16, backend)
+    assert made is not None
+    return made
 
 
 def _refuse() -> LoadedModel:
