@@ -8,6 +8,8 @@ from time import perf_counter
 
 import torch
 
+from config import ModelSettings
+from engine.compute.cuda.layer_choice import quick_layer
 from engine.compute.cuda.round_choice import fastest_steps
 from engine.compute.drafters.eagle_kv import EagleKv
 from engine.compute.drafters.eagle_layer import EagleLayer, EagleShape, fresh_config
@@ -18,7 +20,7 @@ from engine.compute.drafters.eagle_weights import EagleWeights
 from engine.compute.drafters.layer_chains import ChainSteps, EagerSteps, LayerChains
 from engine.compute.drafters.slab_rows import RowsApart
 from tests.bench.gpu.bench import Bench
-from tests.bench.gpu.made_models import make_model
+from tests.bench.gpu.made_models import BLOCK_SIZE, make_model
 from tests.bench.report import Bar, Section
 
 # How many times as fast a round of as many sequences is. Expectations, which no device has confirmed yet.
@@ -42,12 +44,13 @@ def run_rounds(bench: Bench) -> Section:
     layer = EagleLayer(target, fresh_config(target), EagleShape.for_target(1), token_ids)
     layer.round_to(sizes.dtype)
     weights = EagleWeights.of(layer.to(bench.device).eval())
+    make_quick = quick_layer(weights, target, ModelSettings(), BLOCK_SIZE)
     for batch in sizes.draft_batches:
         kv = make_kv(weights.sizes.kv, weights.sizes.window, weights.head, EagleRoom(batch, 1 << 34))
         plain = EagerSteps(TorchEagle(weights), partial(RowsApart, kv), GUESSES)
         width = 3 * shape.hidden
         seconds = {}
-        for name, steps in ((_PLAIN, plain), (_SERVED, fastest_steps(plain, kv, width))):
+        for name, steps in ((_PLAIN, plain), (_SERVED, fastest_steps(plain, kv, width, make_quick))):
             bench.say(f"batch {batch}, {name}")
             runs = _seconds(bench, steps, kv, batch, width)
             seconds[name] = section.add(f"batch {batch}", name, "ms", [1e3 * one for one in runs]).median
