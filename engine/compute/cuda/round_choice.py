@@ -67,11 +67,11 @@ def find_steps(
 
     Tried with `layers` in place of their own, and then with that. The log says why it is none of the first.
     """
-    work, found = _sample(kv, width), steps
-    expected = _computed(steps, work)
+    work, found, expected = _sample(kv, width), steps, None
     for layer in (*layers, steps.layer):
         together = EagerSteps(layer, partial(RowsTogether, backend, kv), steps.num_guesses)
         try:
+            expected = expected or _computed(steps, work)  # what fails here fails each draft, and no start
             of_operations = _computed(together, work)
             if not _are_close(of_operations, expected):
                 raise RuntimeError("rows that attend together are computed otherwise")

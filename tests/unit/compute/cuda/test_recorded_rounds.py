@@ -210,6 +210,21 @@ def test_a_layer_of_kernels_is_used_where_it_answers_alike(
         assert_same_rounds(eagle, found)
 
 
+def test_a_layer_that_cannot_be_computed_fails_its_drafts_and_no_start(
+    eagle: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> torch.Tensor:
+        raise RuntimeError("no such operation")
+
+    kv = eagle.kv()
+    eager = eagle.eager(kv)
+    monkeypatch.setattr(eagle.layer, "compute", failing)
+    with captured_log() as log:
+        assert find_steps(eager, kv, eagle.width, TabledReference(), Playback()) is eager
+    (line,) = log.lines
+    assert "not CUDA graphs: no such operation" in line
+
+
 def test_other_devices_keep_their_steps(eagle: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     kv = eagle.kv()
     eager = eagle.eager(kv)
